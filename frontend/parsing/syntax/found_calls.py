@@ -110,7 +110,7 @@ def _rendered_turn(renderings: Renderings, calls: list[Call], closings: tuple[st
 
 def _turn_end(text: str, last_name: str, renderings: Renderings) -> int:
     """Return where the end of the turn begins: with a mark that stands in each prompt, or behind each answer."""
-    start = text.rindex(last_name)
+    start = text.index(last_name)
     call_marks = pieces(text[:start])
     turn_marks = [mark for mark in pieces(renderings.prompt) if is_mark(mark) and mark not in call_marks]
     places = [place for mark in turn_marks if (place := text.find(mark, start)) >= 0]

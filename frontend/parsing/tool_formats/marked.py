@@ -36,7 +36,8 @@ _TRAILING_NAME = re.compile(r"[a-zA-Z0-9_.-]+$")
 _PIECE = re.compile(
     rf"{CALL_NUMBER}|<[^<>\s{CALL_NUMBER}]*>?|\[/?[A-Z_ ]+\]|(?:(?!\[/?[A-Z_ ]+\])[^\s<{CALL_NUMBER}])+"
 )
-_LONGEST_MARK = 4
+_IN_BRACKETS = re.compile(r"\[/?[A-Z_ ]+\]")
+_SHORTEST_MARK = 4
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -70,7 +71,7 @@ def pieces(text: str) -> tuple[str, ...]:
 
 def is_mark(piece: str) -> bool:
     """Whether a text is hardly ever part of an answer."""
-    return piece[:1] in ("<", "[") and len(piece) >= _LONGEST_MARK
+    return len(piece) >= _SHORTEST_MARK and (piece[0] == "<" or _IN_BRACKETS.fullmatch(piece) is not None)
 
 
 def inner_end(text: str) -> str:
