@@ -34,9 +34,11 @@ class ReasoningText:
         self._triggers = triggers if new_parser is not None else ()
         self._new_parser = new_parser
         self._held = ""
-        """The text of a call, or of the beginning of a trigger."""
+        """The beginning of a trigger."""
         self._parser: CallParser | None = None
-        """Reads the call that is held."""
+        """Reads the draft."""
+        self._draft: list[str] = []
+        """The text of a call, from its trigger on."""
         self._calls: list[Delta] = []
 
     def push(self, text: str) -> None:
@@ -45,7 +47,7 @@ class ReasoningText:
             return
         position = 0
         while position < len(text):
-            if not self._held:  # most of the text is no trigger
+            if not self._held and self._parser is None:  # most of the text is no trigger
                 starts = (text.find(trigger[0], position) for trigger in self._triggers)
                 start = min((start for start in starts if start >= 0), default=len(text))
                 self._output.reasoning(text[position:start])
@@ -53,14 +55,16 @@ class ReasoningText:
             # One by one: the end of a draft must not depend on how the text arrives.
             character = text[position : position + 1]
             position += 1
-            self._held += character
             if self._parser is not None:
+                self._draft.append(character)
                 self._take(self._parser.push(character))
-            elif self._held in self._triggers and self._new_parser is not None:
-                self._parser = self._new_parser()
-                self._take(self._parser.push(self._held))
+                continue
+            self._held += character
+            if self._held in self._triggers and self._new_parser is not None:
+                self._parser, self._draft, self._held = self._new_parser(), [self._held], ""
+                self._take(self._parser.push(self._draft[0]))
             else:
-                self._release()
+                self._release(self._held)
 
     def end(self, *, ends_answer: bool) -> None:
         """End the reasoning. ends_answer: the model has ended its answer too."""
@@ -70,18 +74,19 @@ class ReasoningText:
             self._output.end_reasoning()
             self._output.take_over(self._calls)
         else:
-            self._output.reasoning(self._held)
-        self._held = ""
+            self._output.reasoning("".join((self._held, *self._draft)))
+        self._held, self._draft = "", []
 
     def _take(self, deltas: list[Delta]) -> None:
         self._calls += deltas
         if any(delta.text for delta in deltas):
-            self._parser, self._calls = None, []
-            self._release()
+            text = "".join(self._draft)
+            self._parser, self._calls, self._draft = None, [], []
+            self._release(text)
 
-    def _release(self) -> None:
+    def _release(self, held: str) -> None:
         """Pass on what cannot be the beginning of a trigger."""
-        held, longest = self._held, max(map(len, self._triggers)) - 1
+        longest = max(map(len, self._triggers)) - 1
         start = max(0, len(held) - longest)
         tails = (held[place:] for place in range(start, len(held)))
         self._held = next((tail for tail in tails if any(t.startswith(tail) for t in self._triggers)), "")
