@@ -75,4 +75,7 @@ def _known(opening: str, closing: str, tags: tuple[str, str] | None, turn_end: s
     for form in KNOWN_FORMATS:
         if (form.opening, form.closing, form.answer_tags) == (opening, closing, tags):
             return form
-    return ReasoningFormat(opening, opening, closing, answer_tags=tags, turn_end=turn_end)
+    tokens = filter(is_mark, pieces("".join((opening, closing, *(tags or ()), turn_end))))
+    return ReasoningFormat(
+        opening, opening, closing, tokens=tuple(dict.fromkeys(tokens)), answer_tags=tags, turn_end=turn_end
+    )

@@ -23,8 +23,6 @@ CALL_NUMBER = "\0"
 """Stands for a number of the model's choice in the texts around a call. No function's name contains it."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_NAME_KEYS = frozenset({"name", "tool_name"})
-_ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that the model may call: the JSON schemas of their arguments by name."""
@@ -106,18 +104,25 @@ def is_function_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_object_call(
-    reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool], *, names_are_keys: bool = False
-) -> Reading[None]:
-    """Read {"name": …, "arguments": {…}}, members in any order, others ignored. Raises Malformed.
+@dataclass(frozen=True, slots=True)
+class ObjectKeys:
+    """The members of a call's JSON object."""
 
-    names_are_keys: the call is {name: {…}}.
-    """
+    names: frozenset[str] = frozenset({"name", "tool_name"})
+    arguments: frozenset[str] = frozenset({"arguments", "parameters"})
+    is_nested: bool = False
+    """The call is {name: {…}}."""
+
+
+def read_object_call(
+    reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool], keys: ObjectKeys
+) -> Reading[None]:
+    """Read {"name": …, "arguments": {…}}, members in any order, others ignored. Raises Malformed."""
     yield from reader.skip_spaces()
-    if names_are_keys:
+    if keys.is_nested:
         yield from _read_named_member(reader, output, is_callable)
     else:
-        yield from _read_members(reader, output, is_callable)
+        yield from _read_members(reader, output, is_callable, keys)
     output.end_call()
 
 
@@ -135,7 +140,9 @@ def _read_named_member(reader: Reader, output: ParsedOutput, is_callable: Callab
     yield from reader.expect("}")
 
 
-def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
+def _read_members(
+    reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool], keys: ObjectKeys
+) -> Reading[None]:
     name: str | None = None
     arguments: list[str] = []
     is_streamed = False
@@ -146,11 +153,11 @@ def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[s
         yield from reader.skip_spaces()
         yield from reader.expect(":")
         yield from reader.skip_spaces()
-        if key in _NAME_KEYS and name is None:
+        if key in keys.names and name is None:
             name = yield from _read_text(reader)
             if not is_callable(name):
                 raise Malformed
-        elif key in _ARGUMENTS_KEYS and not arguments and not is_streamed:
+        elif key in keys.arguments and not arguments and not is_streamed:
             if name is not None and (yield from reader.peek()) == "{":
                 is_streamed = True
                 yield from read_arguments(reader, output, name)

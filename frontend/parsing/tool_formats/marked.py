@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.frontend.parsing.reader import Malformed
 from penstock.frontend.parsing.tool_formats.base import (
     CALL_NUMBER,
+    ObjectKeys,
     ToolFormat,
     drop,
     is_function_name,
@@ -38,6 +39,7 @@ _PIECE = re.compile(
 )
 _IN_BRACKETS = re.compile(r"\[/?[A-Z_ ]+\]")
 _SHORTEST_MARK = 4
+_KEYS = re.compile(r'"([^",]+)"\s*:')
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -91,10 +93,11 @@ class Marked(ToolFormat):
         self.opening, self.closing = (f"{opening}[", f"]{closing}") if marks.is_list else (opening, closing)
         self.separator = marks.separator
         self.parameters = marks.parameters
-        self._before, self._middle, self._after = start, marks.middle, end
+        self._before, self._middle, self._after, self._keys = start, marks.middle, end, ObjectKeys()
         if marks.object is not None:
             before, self._middle, after = marks.object
             self._before, self._after = start + before, after + end
+            self._keys = _keys_of(before, self._middle)
         prefix = _TRAILING_NAME.search(start) if marks.object is None else None
         self._prefix = "" if prefix is None else prefix[0]
         self._section = pieces(opening), pieces(closing)
@@ -177,11 +180,9 @@ class Marked(ToolFormat):
 
     def _read_objects(self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
         """Read objects, each with the marks behind it. Then the reader holds what follows."""
-        marks = self.marks
-        names_are_keys = marks.object is not None and marks.object[1].strip() == '":'
         has_more = True
         while has_more:
-            yield from read_object_call(reader, output, is_callable, names_are_keys=names_are_keys)
+            yield from read_object_call(reader, output, is_callable, self._keys)
             reader.hold()
             yield from reader.skip_spaces()
             while (yield from reader.accept("}")):  # one too many
@@ -228,6 +229,13 @@ class Marked(ToolFormat):
                 yield from reader.skip_spaces()
                 yield from reader.expect(piece)
             yield from parameters.read(reader)
+
+
+def _keys_of(before: str, middle: str) -> ObjectKeys:
+    """Return the keys of an object with these texts before the name, and between it and the arguments."""
+    usual, name, arguments = ObjectKeys(), _KEYS.findall(before), _KEYS.findall(middle)
+    names = usual.names.union(name[-1:])
+    return ObjectKeys(names, usual.arguments.union(arguments[-1:]), is_nested=not arguments)
 
 
 def _accept_all(reader: Reader, marks: tuple[str, ...]) -> Reading[bool]:

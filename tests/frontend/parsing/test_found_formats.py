@@ -64,6 +64,9 @@ KINDS = {
         "<|tools_prefix|>[", """'{"' + name + '": ' + (arguments | tojson) + '}'""", "]<|tools_suffix|>", ", "
     ),
     "Python's spelling": template("<call>", OBJECT.replace("tojson", "string"), "</call>", "</call><call>"),
+    "other keys": template(
+        "<call>", OBJECT.replace('"name"', '"tool"').replace('"arguments"', '"args"'), "</call>", "</call><call>"
+    ),
     "Functionary 3.1": template("", "'<function=' + name + '>' + (arguments | tojson) + '</function>'"),
     "Solar": template(
         "<|calls|>",
@@ -149,6 +152,7 @@ def test_reasoning_of_any_marks_is_found(thought: str, opening: str, closing: st
     syntax = syntax_of(template("<call>", OBJECT, "</call>", thought=thought))
     assert syntax.reasoning is not None
     assert (syntax.reasoning.opening, syntax.reasoning.closing) == (opening, closing)
+    assert all(mark in opening + closing for mark in syntax.reasoning.markers)
     shape = AnswerShape(syntax.reasoning, tools=syntax.tools, functions=FUNCTIONS)
     assert read(shape, [f"{opening}Hm.{closing}Yes."]) == ("Hm.", "Yes.", [])
 
