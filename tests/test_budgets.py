@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 82_000
+MAX_PRODUCT_LINES = 82_800
 MAX_LABORATORY_LINES = 19_000
 MAX_DOC_WORDS = 75_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
@@ -15,18 +15,18 @@ MIN_ENTRIES, MAX_MODULES = 4, 12
 MAX_LINES = {
     "backend": 900,
     "backend/checkpoint": 11_690,
-    "backend/engine": 4_010,
+    "backend/engine": 4_270,
     "backend/forward_pass": 700,
-    "backend/kv_cache": 1_910,
+    "backend/kv_cache": 2_300,
     "backend/passes": 15_800,
     "backend/sampling": 600,
-    "backend/scheduling": 1_760,
+    "backend/scheduling": 1_840,
     "backend/sequences": 620,
-    "backend/start": 800,
-    "backend/structured_output": 1_760,
+    "backend/start": 820,
+    "backend/structured_output": 2_240,
     "frontend": 1_240,
     "frontend/access": 870,
-    "frontend/endpoints": 7_240,
+    "frontend/endpoints": 7_320,
     "frontend/formats": 1_150,
     "frontend/generation": 3_480,
     "frontend/parsing": 3_150,
@@ -36,17 +36,17 @@ MAX_LINES = {
     "frontend/transport": 2_360,
     "penstock": 190,
     "penstock/commands": 2_890,
-    "penstock/process": 1_400,
+    "penstock/process": 1_420,
     "penstock/serve": 3_320,
     "shm": 30,
     "shm/buffers": 1_410,
-    "shm/client": 3_390,
+    "shm/client": 3_400,
     "shm/link": 1_770,
     "shm/memory": 1_340,
     "shm/messages": 1_040,
     "shm/recording": 1_170,
     "tools": 1_270,
-    "tools/bench": 4_650,
+    "tools/bench": 4_740,
     "tools/chaos": 2_450,
     "tools/demo_model": 1_480,
     "tools/forward_pass_contract": 880,
@@ -59,7 +59,6 @@ WIDE_PACKAGES: dict[str, str] = {}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
-    "backend/engine/quoting": "one capability",
     "penstock/commands/inspect_model": "one capability",
     "penstock/commands/recorder": "one capability",
     "penstock/commands/top": "one capability",

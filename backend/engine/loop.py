@@ -80,6 +80,8 @@ class Engine:
         self._kv_events = kv_events
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
+        self._work: Callable[[], None] | None = None
+        """Work of the next turn, from a signal handler."""
         self._num_failed_steps = 0
         """Failed steps in a row."""
         self.plan_due_s: float | None = None
@@ -87,19 +89,25 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
-        while not self._is_drained():
+        while True:
             self.turn()
+            if self._is_drained():
+                return
             self._link.wait(self.next_turn_s(), self._executor.wake_fd)
 
     def next_turn_s(self) -> float:
         """Seconds after which the next turn is due even if nothing happens."""
-        at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
+        at_most_s = 0.0 if self._open_requests.quote_queue.num_waiting else _IDLE_TURN_S
+        at_most_s = at_most_s if self.plan_due_s is None else min(at_most_s, self.plan_due_s)
         at_most_s = self._open_requests.restart_grace.next_due_s(at_most_s)
         return self._streams.next_due_s(self._canceller.next_due_s(at_most_s))
 
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
         self._executor.clear_wake()
+        if (work := self._work) is not None:
+            self._work = None
+            work()
         if self._recorder is not None:
             self._recorder.turn_began_s = self._clock()
         for event in self._link.receive():
@@ -118,6 +126,7 @@ class Engine:
                     self._canceller.drop_frontend(frontend)
         self._intake.submit_compiled()
         self._canceller.expire()
+        self._intake.make_quotes()
         self._streams.expire(is_draining=self._intake.is_draining)
         for result in self._executor.results():
             self._apply(result)
@@ -142,6 +151,11 @@ class Engine:
         handler."""
         self._intake.is_draining = True
         self._drain_deadline_s = self._clock() + timeout_s
+        self._executor.wake()
+
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Do this in the next turn. Safe in a signal handler."""
+        self._work = work
         self._executor.wake()
 
     def _is_drained(self) -> bool:

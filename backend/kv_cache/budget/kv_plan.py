@@ -174,6 +174,19 @@ class KvPlan(KvCapacity):
         return "lower --kv-budget"
 
     @property
+    def narrowing(self) -> str | None:
+        """A warning if a small budget has narrowed the cache, which changes tokens."""
+        wanted, choice = self.choice.tried[0], self.choice
+        if wanted is choice.chosen:
+            return None
+        wide = wanted.kv_dtype
+        return (
+            f"--kv-dtype auto takes {self.kv_dtype}, because a KV cache in {wide} holds "
+            f"{wanted.num_tokens:,} of {choice.needed_tokens:,} tokens ({choice.needed_for}) in {self.budget}: "
+            f"tokens may differ from those of {wide}. --kv-dtype {wide} or a larger --kv-budget avoids that"
+        )
+
+    @property
     def is_capped(self) -> bool:
         """The budget holds more than max_running sequences of the longest kind can use."""
         return self.num_pages < self.choice.chosen.num_pages

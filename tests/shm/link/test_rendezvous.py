@@ -17,7 +17,14 @@ import pytest
 
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.join import Invitation, Refused, join
-from penstock.shm.link.listening_address import MAX_NAME_BYTES, AddressInUse, CannotListen, ListeningAddress
+from penstock.shm.link.listening_address import (
+    MAX_NAME_BYTES,
+    AddressInUse,
+    CannotListen,
+    ListeningAddress,
+    successor_path,
+    take_over,
+)
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import (
@@ -314,3 +321,18 @@ async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(
     rendezvous.close()
     for peer in peers:
         peer.close()
+
+
+def test_successor_removes_the_socket_that_it_took_over_and_only_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "s-2.sock"
+    old, new = ListeningAddress(path), ListeningAddress(successor_path(path))
+    with socket.socket(socket.AF_UNIX) as old_listener, socket.socket(socket.AF_UNIX) as new_listener:
+        old.listen(old_listener)
+        new.listen(new_listener)
+        take_over(path, successor_path(path))
+        old.unlink()
+        assert path.is_socket()
+        new.unlink()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["s-2.sock.lock"]
+    old.close()
+    new.close()
