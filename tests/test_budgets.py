@@ -29,13 +29,13 @@ MAX_LINES = {
     "frontend/endpoints": 7_330,
     "frontend/formats": 1_150,
     "frontend/generation": 3_500,
-    "frontend/parsing": 2_520,
+    "frontend/parsing": 3_150,
     "frontend/schemas": 2_950,
     "frontend/telemetry": 710,
     "frontend/text": 1_620,
     "frontend/transport": 2_370,
     "penstock": 190,
-    "penstock/commands": 2_860,
+    "penstock/commands": 2_890,
     "penstock/process": 1_550,
     "penstock/serve": 3_370,
     "shm": 30,
@@ -55,9 +55,7 @@ MAX_LINES = {
 }
 """Lines of Python of each package, with those below it."""
 
-WIDE_PACKAGES = {
-    "frontend/parsing/tool_formats": "a table: one module a format",
-}
+WIDE_PACKAGES: dict[str, str] = {}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {

@@ -61,7 +61,7 @@ class ChatFormat:
     def _piece(self, index: int, delta: Delta, more: bytes = b"", finish_reason: bytes = b"null") -> bytes:
         changes: dict[str, Any] = {}
         if delta.reasoning:
-            changes["reasoning_content"] = delta.reasoning
+            changes["reasoning"] = changes["reasoning_content"] = delta.reasoning
         if delta.text:
             changes["content"] = delta.text
         first, *others = delta.tool_calls or (None,)
@@ -138,7 +138,7 @@ def _whole_choice(index: int, output: ChoiceOutput) -> dict[str, Any]:
     ]
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
     if output.reasoning:
-        message["reasoning_content"] = output.reasoning
+        message["reasoning"] = message["reasoning_content"] = output.reasoning
     if calls:
         message["tool_calls"] = calls
         message["content"] = output.text or None

@@ -255,7 +255,7 @@ class ResponsesFormat(Format):
         return self._called_tools.get(block.name) or CalledTool(block.name)
 
     def _item_status(self, block: OutputBlock) -> str:
-        if block is self._cut_block:
+        if block is self._cut_block or block.is_broken:
             return "incomplete"
         return "in_progress" if block is self._blocks.current else "completed"
 

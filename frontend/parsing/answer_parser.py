@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.frontend.parsing.drafts import ReasoningText
 from penstock.frontend.parsing.harmony import HARMONY, Harmony, read_messages
 from penstock.frontend.parsing.parsed_output import ParsedOutput
 from penstock.frontend.parsing.reader import Reader, Reading
@@ -70,8 +71,9 @@ class AnswerParser:
         next(self._reading, None)
         return self._output.take()
 
-    def flush(self) -> list[Delta]:
-        """End the text. Return what was held back."""
+    def flush(self, *, was_cut: bool = False) -> list[Delta]:
+        """End the text. Return what was held back. was_cut: the model did not end it itself."""
+        self._output.is_cut = was_cut
         self._reader.end()
         next(self._reading, None)
         return self._output.take()
@@ -82,8 +84,18 @@ def _read(reader: Reader, output: ParsedOutput, shape: AnswerShape) -> Reading[N
         functions = shape.functions if isinstance(shape.tools, Harmony) else None
         yield from read_messages(reader, output, functions, is_open=shape.is_reasoning_open)
     elif shape.reasoning is not None:
-        yield from read_reasoning(reader, output, shape.reasoning, is_open=shape.is_reasoning_open)
+        yield from read_reasoning(
+            reader, output, shape.reasoning, _text_of(output, shape), is_open=shape.is_reasoning_open
+        )
     if shape.tools is not None:
         yield from shape.tools.read(reader, output, shape.functions)
     yield from reader.rest(output.content)
     output.end()
+
+
+def _text_of(output: ParsedOutput, shape: AnswerShape) -> ReasoningText:
+    """Return the receiver of the reasoning, which knows the calls that the answer may have."""
+    if shape.tools is None:
+        return ReasoningText(output, (), None)
+    calls = AnswerShape(tools=shape.tools, functions=shape.functions)
+    return ReasoningText(output, shape.tools.triggers, calls.new_parser)

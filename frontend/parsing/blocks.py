@@ -27,6 +27,8 @@ class OutputBlock:
     logprobs: list[ScoredToken] = field(default_factory=list)
     """Log probabilities of the tokens of a text block."""
     pieces: list[str] = field(default_factory=list)
+    is_broken: bool = False
+    """The call was none. Only a stream, which cannot take it back, keeps such a block."""
 
     @property
     def text(self) -> str:
@@ -78,6 +80,8 @@ class OutputBlocks:
 
     def _take(self, part: Delta) -> bytes:
         events = b""
+        if part.is_call_broken:
+            events += self._break_call()
         if part.reasoning:
             events += self._add(BlockKind.REASONING, part.reasoning)
         elif part.text:
@@ -109,6 +113,15 @@ class OutputBlocks:
             current.logprobs += self._pending_logprobs
         self._pending_logprobs = ()
         return self._events.closed(current)
+
+    def _break_call(self) -> bytes:
+        """Drop the open call. A stream cannot take it back, so there it is closed."""
+        if self._events is not _NO_EVENTS:
+            self.all[-1].is_broken = True
+            return self.close()
+        self.all.pop()
+        self.current = self.all[-1] if self.all else None
+        return b""
 
     def _add(self, kind: BlockKind, text: str, logprobs: tuple[ScoredToken, ...] = ()) -> bytes:
         current = self.current

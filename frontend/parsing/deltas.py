@@ -70,12 +70,20 @@ class Delta:
     logprobs: tuple[ScoredToken, ...] = ()
     parts: tuple[Delta, ...] = ()
     """The same content in order, if it mixes text, reasoning and tool calls."""
+    is_call_broken: bool = False
+    """The last call is none: its whole text follows as the answer's text."""
     has_progress: bool = False
     """It only reports how much of the prompt is computed."""
 
     def __bool__(self) -> bool:
         return bool(
-            self.text or self.reasoning or self.tool_calls or self.token_ids or self.logprobs or self.has_progress
+            self.text
+            or self.reasoning
+            or self.tool_calls
+            or self.token_ids
+            or self.logprobs
+            or self.is_call_broken
+            or self.has_progress
         )
 
 

@@ -137,7 +137,7 @@ class _Messages:
             yield from read_arguments(reader, output, name)
             yield from reader.skip_spaces()
         except Malformed:
-            output.content(reader.release())
+            output.give_back(reader.release())
         else:
             output.end_call()
             reader.release()

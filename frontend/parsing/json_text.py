@@ -1,9 +1,15 @@
-"""Reads JSON (RFC 8259) while it arrives and emits it unchanged, including the part before an error."""
+"""Reads JSON (RFC 8259) while it arrives and emits it unchanged, including the part before an error.
+
+What models get wrong is repaired on the way: raw control characters, wrong escapes, commas before a closing bracket,
+NaN, and values as Python writes them.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from penstock.frontend.parsing.reader import Malformed, Reader, Reading
 
@@ -11,11 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _SPACES = re.compile(r"[ \t\r\n]+")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
-_NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
+"""Characters of a string that need no escape, by its quotes."""
+_WORD_CHARACTERS = re.compile(r"[-+.\w]+")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?", re.ASCII)
 _HEX = frozenset("0123456789abcdefABCDEF")
-_WORDS = {"t": "true", "f": "false", "n": "null"}
+_WORDS = {
+    **{word: word for word in ("true", "false", "null")},
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    **dict.fromkeys(("NaN", "nan", "Infinity", "-Infinity"), "null"),
+}
+_LONGEST_WORD = max(map(len, _WORDS))
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -42,12 +56,16 @@ def _has_more(reader: Reader, emit: Callable[[str], object], closers: list[str])
     """Close the objects and arrays that end here. Return whether another value follows."""
     while closers:
         yield from reader.run(_SPACES, emit)
+        spaces: list[str] = []
+        has_comma = yield from reader.accept(",")
+        if has_comma:
+            yield from reader.run(_SPACES, spaces.append)
         if (yield from reader.accept(closers[-1])):
-            emit(closers.pop())
+            emit("".join((*spaces, closers.pop())))
             continue
-        yield from reader.expect(",")
-        emit(",")
-        yield from reader.run(_SPACES, emit)
+        if not has_comma:
+            raise Malformed
+        emit("".join((",", *spaces)))
         if closers[-1] == "}":
             yield from _read_key(reader, emit)
         return True
@@ -63,37 +81,62 @@ def _read_key(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
 
 
 def _read_scalar(reader: Reader, emit: Callable[[str], object], first: str) -> Reading[None]:
-    if first == '"':
+    if first in _PLAIN:
         yield from read_json_string(reader, emit)
-    elif (word := _WORDS.get(first)) is not None:
-        for character in word:
-            yield from reader.expect(character)
-            emit(character)
-    else:
-        parts: list[str] = []
-        yield from reader.run(_NUMBER_CHARACTERS, parts.append)
-        number = "".join(parts)
-        emit(number)
-        if _NUMBER.fullmatch(number) is None:
-            raise Malformed
+        return
+    parts: list[str] = []
+    yield from reader.run(_WORD_CHARACTERS, parts.append)
+    word = "".join(parts)
+    if len(word) <= _LONGEST_WORD and word in _WORDS:
+        word = _WORDS[word]
+    elif _NUMBER.fullmatch(word) is None:
+        raise Malformed
+    emit(word)
 
 
 def read_json_string(reader: Reader, emit: Callable[[str], object]) -> Reading[None]:
-    """Read and emit one string with its quotes. Raises Malformed."""
-    yield from reader.expect('"')
+    """Read and emit one string with its quotes; those of Python become JSON's. Raises Malformed."""
+    quote = yield from reader.next()
+    if quote not in _PLAIN:
+        raise Malformed
     emit('"')
     while True:
-        yield from reader.run(_PLAIN, emit)
-        if (yield from reader.accept('"')):
+        yield from reader.run(_PLAIN[quote], emit)
+        character = yield from reader.next()
+        if character == quote:
             emit('"')
             return
-        yield from reader.expect("\\")
-        emit("\\")
-        escape = yield from reader.peek()
-        if not escape or escape not in '"\\/bfnrtu':
-            raise Malformed
-        emit((yield from reader.next()))
-        for _ in range(4 if escape == "u" else 0):
-            if (yield from reader.peek()) not in _HEX:
-                raise Malformed
-            emit((yield from reader.next()))
+        if character == "\\":
+            emit((yield from _read_escape(reader)))
+        else:  # a control character, or JSON's quote in a string of Python
+            emit(msgspec.json.encode(character).decode()[1:-1])
+
+
+def _read_escape(reader: Reader) -> Reading[str]:
+    """Return an escape, whose backslash is read. The backslash of a wrong one is text."""
+    escape = yield from reader.peek()
+    if escape == "'":
+        return (yield from reader.next())
+    if escape == "u":
+        yield from reader.next()
+        digits = ""
+        while len(digits) < 4 and (digit := (yield from reader.peek())) in _HEX:
+            digits += digit
+            yield from reader.next()
+        return f"\\u{digits}" if len(digits) == 4 else f"\\\\u{digits}"
+    if escape and escape in '"\\/bfnrt':
+        return "\\" + (yield from reader.next())
+    return "\\\\"
+
+
+def repaired_json(text: str, position: int = 0) -> tuple[str, int] | None:
+    """Read the value that begins at the position of a text; return it and its end, or None if there is none."""
+    reader, parts = Reader(), list[str]()
+    reader.push(text[position:])
+    reader.end()
+    try:
+        for _ in read_json(reader, parts.append):
+            raise AssertionError("a reading paused after the end of its text")
+    except Malformed:
+        return None
+    return "".join(parts), position + reader.num_read

@@ -27,12 +27,16 @@ class ParsedOutput:
         self._includes_content = includes_content
         self._max_calls = max_calls
         self._num_calls = 0
+        self._num_broken = 0
+        self._is_calling = False
         self._pieces: list[Delta] = []
         self._content = _EdgeTrimmer()
         self._reasoning = _EdgeTrimmer(is_at_edge=True)
         self.is_reasoning = False
         self.is_complete = False
         """max_calls calls are complete. Everything after them is dropped."""
+        self.is_cut = False
+        """The text was ended from outside, so that a call may be incomplete."""
 
     def take(self) -> list[Delta]:
         """Return the pieces since the last call."""
@@ -55,10 +59,9 @@ class ParsedOutput:
         self.is_reasoning = False
 
     def begin_call(self, name: str) -> None:
-        # Checked here too: the previous call may have broken off without end_call().
-        self.is_complete = self._num_calls >= self._max_calls
         if not self.is_complete:
             self._num_calls += 1
+            self._is_calling = True
             self._content.cut()
             self._add_call(call_id=self._new_call_id(), name=name)
 
@@ -67,7 +70,28 @@ class ParsedOutput:
             self._add_call(arguments=text)
 
     def end_call(self) -> None:
-        self.is_complete = self._num_calls >= self._max_calls
+        self._is_calling = False
+        self.is_complete = self._num_calls - self._num_broken >= self._max_calls
+
+    def give_back(self, text: str) -> None:
+        """Make text that was read as a call content, unchanged. A call that has begun is broken, unless it was cut."""
+        if self._is_calling:
+            self._is_calling = False
+            if self.is_cut:
+                self._includes_content = False  # what is left belongs to the call
+                return
+            self._num_broken += 1
+            self._pieces.append(Delta(is_call_broken=True))
+            self._content.uncut()
+        self.content(text)
+
+    def take_over(self, deltas: list[Delta]) -> None:
+        """Add the calls that another output has collected, as the first ones."""
+        self._content.cut()
+        for call in (call for delta in deltas for call in delta.tool_calls if call.index < self._max_calls):
+            self._pieces.append(Delta(tool_calls=(call,)))
+            self._num_calls = call.index + 1
+        self.end_call()
 
     def end(self) -> None:
         """End the text: spaces at its end belong to the answer."""
@@ -91,6 +115,7 @@ class _EdgeTrimmer:
         """Spaces after the last text."""
         self._gap: list[str] = []
         """Spaces after an edge. Used between two texts if there were no spaces before the edge."""
+        self._before_cut = (is_at_edge, [""])
 
     def push(self, text: str) -> str:
         certain = text.rstrip(SPACES)
@@ -113,8 +138,13 @@ class _EdgeTrimmer:
 
     def cut(self) -> None:
         """Mark an edge here."""
+        self._before_cut = self._is_at_edge, self._gap.copy()
         self._is_at_edge = True
         self._gap.clear()
+
+    def uncut(self) -> None:
+        """Undo the last cut."""
+        self._is_at_edge, self._gap = self._before_cut
 
     def flush(self) -> str:
         return "" if self._is_at_edge else "".join(self._held)

@@ -48,6 +48,11 @@ class Reader:
         """No more text will come."""
         self._ended = True
 
+    @property
+    def num_read(self) -> int:
+        """Characters read of the text that was pushed last."""
+        return self._position
+
     def hold(self) -> None:
         """Hold from here on. Forgets what was held before."""
         self._is_holding = True

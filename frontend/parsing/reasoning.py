@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.frontend.parsing.drafts import ReasoningText
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
 
@@ -25,6 +26,8 @@ class ReasoningFormat:
     """Precedes an answer's text, whether there was reasoning or not."""
     answer_tags: tuple[str, str] | None = None
     """Tags that may enclose the answer after the reasoning. They are not part of it."""
+    turn_end: str = ""
+    """May follow the last of the tags."""
     spellings: tuple[tuple[str, str], ...] = ()
     """Other pairs of markers that models write."""
 
@@ -57,11 +60,15 @@ GRANITE_PHRASES = ReasoningFormat(
 GRANITE_TAGS = ReasoningFormat("granite", "<think>", "</think>", answer_tags=("<response>", "</response>"))
 """Used by Granite 3.3."""
 
+KNOWN_FORMATS = (GRANITE_TAGS, GRANITE_PHRASES, THINK, MISTRAL_THINK, GEMMA_THOUGHT)
 
-def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, *, is_open: bool) -> Reading[None]:
+
+def read_reasoning(
+    reader: Reader, output: ParsedOutput, form: ReasoningFormat, text: ReasoningText, *, is_open: bool
+) -> Reading[None]:
     """Read the reasoning at the start of an answer. Later markers are text. The reasoning may never end.
 
-    is_open: the prompt ends with the opening marker. Some models write it once more.
+    text receives the reasoning. is_open: the prompt ends with the opening marker. Some models write it once more.
     """
     markers = ((form.opening, form.closing), *form.spellings)
     reader.hold()
@@ -69,26 +76,39 @@ def read_reasoning(reader: Reader, output: ParsedOutput, form: ReasoningFormat, 
     is_opened = False
     for opening, _ in markers:
         is_opened = is_opened or (yield from reader.accept(opening))
-    held = reader.release()
-    if not (is_open or is_opened):
-        output.content(held)
-        return
-    output.begin_reasoning()
-    closing = yield from reader.until_any(tuple(closing for _, closing in markers), output.reasoning)
-    yield from reader.accept(closing or "")
-    output.end_reasoning()
+    is_ended = not (is_open or is_opened) and (yield from reader.accept(form.closing))
+    held = "" if is_ended else reader.release()
+    if is_open or is_opened:
+        output.begin_reasoning()
+        # The answer may begin without the end of the reasoning.
+        ends = (*(closing for _, closing in markers), *(form.answer_tags or ())[:1])
+        end = yield from reader.until_any(ends, text.push)
+        text.end(ends_answer=end is None and not output.is_cut)
+        for _, closing in markers:
+            yield from reader.accept(closing)
+        output.end_reasoning()
+        held = ""
     if form.answer_tags is not None:
-        yield from _read_tagged_answer(reader, output, form.answer_tags)
+        yield from _read_tagged_answer(reader, output, form, held)
+    else:
+        output.content(held)
 
 
-def _read_tagged_answer(reader: Reader, output: ParsedOutput, tags: tuple[str, str]) -> Reading[None]:
-    """Read the text between the tags, if the first of them comes next."""
-    opening, closing = tags
+def _read_tagged_answer(reader: Reader, output: ParsedOutput, form: ReasoningFormat, held: str) -> Reading[None]:
+    """Read the text between the tags, if the first of them comes next. held is text before it."""
+    opening, closing = form.answer_tags or ("", "")
     reader.hold()
     yield from reader.skip_spaces()
-    if not (yield from reader.accept(opening)):
-        output.content(reader.release())
+    # Without reasoning, the answer may have only the last of several opening marks.
+    is_opened = False
+    for place in range(len(opening)):
+        if not is_opened and (place == 0 or opening[place] == "<" or opening[place - 1] in " >"):
+            is_opened = yield from reader.accept(opening[place:])
+    if not is_opened:
+        output.content(held + reader.release())
         return
     reader.release()
-    yield from reader.until(closing, output.content, keeps_partial=False)
-    yield from reader.accept(closing)
+    if closing:
+        yield from reader.until(closing, output.content, keeps_partial=False)
+        yield from reader.accept(closing)
+        yield from reader.accept(form.turn_end)

@@ -88,6 +88,7 @@ class AnswerMessage(Struct):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallAnswer] | None = None
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import force_setattr
 
 from penstock.frontend.schemas.generation import ABSENT, GenerationBody, MaxTokens, ShortText, limit_of
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
@@ -50,7 +51,13 @@ class ChatMessage(Struct, frozen=True):
     tool_call_id: ShortText | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's and OpenRouter's name for reasoning_content, which takes its value."""
     function_call: Raw = ABSENT
+
+    def __post_init__(self) -> None:
+        if self.reasoning_content is None and self.reasoning is not None:
+            force_setattr(self, "reasoning_content", self.reasoning)
 
 
 class FunctionDefinition(Struct, frozen=True):

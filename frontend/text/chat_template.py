@@ -18,6 +18,7 @@ import jinja2
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, OverBudget, Refused, RenderBudget, RenderLimits
+from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
 from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class ChatTemplate:
         self.thread = ThreadPoolExecutor(1, "render")
         """Renders what takes long. One thread: a template that always takes long makes only its own chats wait."""
         self._special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
         self._numbers_calls = _NUMBERED_CALL in self.tool_source
+        self.traits = TemplateTraits()
+        self.traits = find_traits(self._rendered_or_none, mentions_developer="developer" in source)
 
     def check(self) -> None:
         """Render a short chat. Raises ValueError if that takes more than the limits allow."""
@@ -122,24 +124,37 @@ class ChatTemplate:
             ) from None
         return _cut(text, str(body.messages[-1].content)) if body.continue_final_message else text
 
+    def _rendered_or_none(self, body: ChatBody) -> str | None:
+        try:
+            return self.render(body)
+        except TemplateRefusedError:
+            return None
+
     def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:
-        messages = [self._as_dict(message, text_arguments=text_arguments) for message in body.messages]
+        continued = body.messages[-1] if body.continue_final_message else None
+        messages = [
+            self._as_dict(message, text_arguments=text_arguments, continues=message is continued)
+            for message in body.messages
+        ]
         _name_results(messages)
         if self._numbers_calls:
             _number_calls(messages)
         if body.continue_final_message:
             messages[-1]["content"] += _END_MARK
-        return messages
+        return messages if self.traits.takes_calls_together else one_call_each(messages)
 
-    def _as_dict(self, message: ChatMessage, *, text_arguments: bool) -> dict[str, Any]:
-        role = message.role
-        if role == "developer" and not self._knows_developer:
+    def _as_dict(self, message: ChatMessage, *, text_arguments: bool, continues: bool) -> dict[str, Any]:
+        traits, role = self.traits, message.role
+        if role == "developer" and not traits.has_developer:
             role = "system"
-        content = message.content
+        content: Any = message.content
         if isinstance(content, list):
-            content = "\n".join(part.text_or_refusal or "" for part in content)
+            texts = [part.text_or_refusal or "" for part in content]
+            takes_parts = role in traits.part_roles and not continues
+            content = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
         elif content is None:
             content = ""  # many templates concatenate it
+        withholds_thinking = message.tool_calls and content and not traits.takes_thinking_beside_text
         fields = {
             "role": role,
             "content": content,
@@ -148,8 +163,7 @@ class ChatTemplate:
             "tool_calls": [_tool_call(call, as_text=text_arguments) for call in message.tool_calls or ()] or None,
             "reasoning_content": message.reasoning_content,
             "reasoning": message.reasoning_content,  # vLLM's name, the only one that Solar's template reads
-            # gpt-oss's name. Its template takes either this or content beside calls.
-            "thinking": None if message.tool_calls and content else message.reasoning_content,
+            "thinking": None if withholds_thinking else message.reasoning_content,  # gpt-oss's name
         }
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -87,9 +87,11 @@ def _render(tokenizer: ModelTokenizer, messages: list[ChatMessage]) -> str:
     """Return the rendered messages; nothing if the template refuses them."""
     has_calls = any(message.tool_calls for message in messages)
     body = ChatBody(messages=messages, tools=[_TOOL] if has_calls else None, add_generation_prompt=False)
-    if tokenizer.chat_template is None:
+    template = tokenizer.chat_template
+    has_several = any(len(message.tool_calls or ()) > 1 for message in messages)
+    if template is None or (has_several and not template.traits.takes_calls_together):
         return ""
     try:
-        return tokenizer.chat_template.render(body, INLINE)
+        return template.render(body, INLINE)
     except TemplateRefusedError:
         return ""

@@ -95,7 +95,7 @@ MISTRAL = """\
             {%- if call.id is not defined or call.id | length != 9 %}
                 {{- raise_exception('The id of a call has 9 characters') }}
             {%- endif %}
-            {{- call.function | tojson | trim('}') + ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last }}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last }}
         {%- endfor %}
         {{- ']' }}
     {%- elif message.role == 'tool' %}
@@ -109,6 +109,13 @@ MISTRAL = """\
 PYTHONIC = LLAMA3.replace(
     'Respond with {"name": function name, "parameters": its arguments}',
     "Respond with [func_name1(name1=value1, name2=value2), func_name2()]",
+).replace(
+    """'<|im_start|>assistant\\n{"name": "' + called.name + '", "parameters": ' }}
+        {{- (called.arguments | tojson) + '}<|im_end|>' }}""",
+    """'<|im_start|>assistant\\n[' + called.name + '(' }}
+        {%- for key, value in called.arguments.items() %}
+            {{- ', ' if not loop.first }}{{- key + '=' + (value | tojson) }}
+        {%- endfor %}{{- ')]<|im_end|>' }}""",
 )
 
 QWEN3_CODER = """\

@@ -93,6 +93,8 @@ def _as_message(answer: ResponsesFormat) -> ChatMessage:
     texts: dict[BlockKind, list[str]] = {BlockKind.TEXT: [], BlockKind.REASONING: []}
     calls: list[MessageToolCall] = []
     for block in answer.blocks:
+        if block.is_broken:
+            continue
         if block.kind is BlockKind.CALL:
             calls.append(MessageToolCall(block.call_id, FunctionCall(block.name, block.text)))
         else:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.syntax.named_formats import named_format
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -19,8 +19,8 @@ from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.frontend.parsing.model_syntax import ModelSyntax
     from penstock.frontend.parsing.reasoning import ReasoningFormat
+    from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
@@ -43,7 +43,7 @@ def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None
     if syntax.tools is not None and syntax.shows_tools:
         return syntax.tools
     if body.requires_call:
-        return syntax.tools or Hermes()  # the grammar enforces it
+        return syntax.tools or named_format("hermes")  # the grammar enforces it
     reason = "this model's chat template has no tools, or an unknown format of calls"
     message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
     raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tools")
@@ -174,8 +174,7 @@ def _call_rules(
         schema, rule = schemas[number], f"tool_{number}"
         arguments = None if tagged is None else tagged.arguments(schema, rule, is_strict=bool(function.strict))
         if arguments is None:
-            # Formats with parameters also read calls in JSON, which can express every schema.
-            before, after = form.around_json(function.name)
+            # Formats with parameters also read an object in JSON, which can express every schema.
             arguments = json_value(schema if function.strict else lenient(schema))
         rules += [
             f"call_{number}: {text(before)} {rule}_arguments {text(after)}",

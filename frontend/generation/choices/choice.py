@@ -58,7 +58,8 @@ class Choice:
         )
         self._stops = StopMatcher(options.stop_strings, keeps_match=options.includes_stop)
         self._parser = None if options.shape is None else options.shape.new_parser()
-        self._has_called = False
+        self._num_calls = 0
+        """Calls that are reported and not broken."""
         self._has_begun = False
         self._echo: Delta | None = None
 
@@ -179,13 +180,13 @@ class Choice:
         # Adds nothing if a stop string has matched.
         self._add_text(self._detokenizer.flush(), pieces)
         if self._parser is not None:
-            self._add(self._parser.flush(), pieces)
+            self._add(self._parser.flush(was_cut=finish is not Finish.STOP), pieces)
         if held := self._stops.flush():
             pieces.deltas.append(Delta(held))
         if self._stops.matched is not None:
             self.stopped_by = self._stops.matched
         if finish is Finish.STOP or self.stopped_by is not None:
-            self.finish_reason = "tool_calls" if self._has_called else "stop"
+            self.finish_reason = "tool_calls" if self._num_calls else "stop"
         else:
             self.finish_reason = "length"
 
@@ -201,7 +202,7 @@ class Choice:
                 return
             if delta.text and self.num_tokens > self._options.min_tokens:
                 delta.text = self._stops.push(delta.text)
-            self._has_called = self._has_called or bool(delta.tool_calls)
+            self._num_calls += sum(call.id is not None for call in delta.tool_calls) - delta.is_call_broken
             pieces.deltas.append(delta)
 
     def _scored(self, token_id: int, entry: LogprobEntry, offset: int) -> ScoredToken:
@@ -234,6 +235,7 @@ class _Pieces:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(scored for delta in deltas for scored in delta.logprobs),
         )
-        if bool(joined.text) + bool(joined.reasoning) + bool(joined.tool_calls) > 1:
+        is_mixed = bool(joined.text) + bool(joined.reasoning) + bool(joined.tool_calls) > 1
+        if is_mixed or any(delta.is_call_broken for delta in deltas):
             joined.parts = tuple(deltas)
         return joined

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.formats.vectors import import_writers
-from penstock.frontend.parsing.model_syntax import ModelSyntax, choose_model_syntax
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles
@@ -62,9 +62,7 @@ class ServedModel:
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
-    template = tokenizer.chat_template
-    source = None if template is None else template.tool_source
-    return choose_model_syntax(source, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+    return choose_model_syntax(tokenizer.chat_template, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
 
 
 def find_unnamed_ends(named: tuple[int, ...], tokenizer: ModelTokenizer) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ CALL_NUMBER = "\0"
 """Stands for a number of the model's choice in the texts around a call. No function's name contains it."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-_ARGUMENTS_KEYS = ("arguments", "parameters")
 
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that the model may call: the JSON schemas of their arguments by name."""
@@ -61,8 +60,8 @@ class MessageLayout:
 class ToolFormat(Protocol):
     """Reads the calls in an answer, and describes how a model must write them.
 
-    A malformed call becomes text of the answer. Arguments are streamed as they arrive: if the error is within them,
-    only the rest becomes text.
+    A malformed call becomes text of the answer, unchanged. Arguments are streamed as they arrive: if the error is
+    within them, the call is reported as broken.
     """
 
     name: str
@@ -70,6 +69,8 @@ class ToolFormat(Protocol):
     """Texts of the layout. Any of them may be a special token."""
     trigger: str | None
     """The text that begins a call and nothing else; None if an answer may begin like a call."""
+    triggers: tuple[str, ...] = ()
+    """Texts any of which begins a call within reasoning."""
     opening: str
     separator: str
     closing: str
@@ -84,10 +85,6 @@ class ToolFormat(Protocol):
     def around(self, name: str) -> tuple[str, str]:
         """Return the texts of a call before and after its arguments."""
         ...
-
-    def around_json(self, name: str) -> tuple[str, str]:
-        """Return the texts around arguments that are a JSON object: a format with parameters reads those too."""
-        return self.around(name)
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
         """Read an answer, or the rest of one, with calls of these functions. Unread text is content."""
@@ -107,72 +104,60 @@ def is_function_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_section(
-    reader: Reader, output: ParsedOutput, opening: str, endings: tuple[str, ...], read_call: Callable[[], Reading[None]]
+@dataclass(frozen=True, slots=True)
+class ObjectKeys:
+    """The members of a call's JSON object."""
+
+    names: frozenset[str] = frozenset({"name", "tool_name"})
+    arguments: frozenset[str] = frozenset({"arguments", "parameters"})
+    is_nested: bool = False
+    """The call is {name: {…}}."""
+
+
+def read_object_call(
+    reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool], keys: ObjectKeys
 ) -> Reading[None]:
-    """Read calls up to one of the marks that end their section. The reader must be holding.
-
-    opening is the mark that begins a call, and read_call reads what follows it. The first malformed call ends the
-    section: it becomes text.
-    """
-    try:
-        yield from reader.skip_spaces()
-        has_ended = False
-        while not has_ended:
-            yield from reader.expect(opening)
-            yield from read_call()
-            reader.hold()
-            yield from reader.skip_spaces()
-            for ending in endings:
-                has_ended = has_ended or (yield from reader.accept(ending))
-        reader.release()
-    except Malformed:
-        output.content(reader.release())
-
-
-def read_json_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[bool]:
-    """Read {"name": …, "arguments": {…}}, members in any order, others ignored. Return whether it was a call.
-
-    The reader must be holding. If it was not a call, what was held and read becomes text.
-    """
-    try:
-        yield from reader.skip_spaces()
-        yield from _read_members(reader, output, is_callable)
-    except Malformed:
-        output.content(reader.release())
-        return False
-    reader.release()
+    """Read {"name": …, "arguments": {…}}, members in any order, others ignored. Raises Malformed."""
+    yield from reader.skip_spaces()
+    if keys.is_nested:
+        yield from _read_named_member(reader, output, is_callable)
+    else:
+        yield from _read_members(reader, output, is_callable, keys)
     output.end_call()
-    return True
 
 
-def read_json_calls(reader: Reader, output: ParsedOutput) -> Reading[None]:
-    """Read calls as `read_json_call` does, separated by commas, and the bracket that closes their list."""
-    while (yield from read_json_call(reader, output, is_function_name)):
-        reader.hold()
-        yield from reader.skip_spaces()
-        if not (yield from reader.accept(",")):
-            yield from reader.accept("]")
-            reader.release()
-            return
+def _read_named_member(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
+    yield from reader.expect("{")
+    yield from reader.skip_spaces()
+    name = yield from _read_text(reader)
+    yield from reader.skip_spaces()
+    yield from reader.expect(":")
+    yield from reader.skip_spaces()
+    if not is_callable(name) or (yield from reader.peek()) != "{":
+        raise Malformed
+    yield from read_arguments(reader, output, name)
+    yield from reader.skip_spaces()
+    yield from reader.expect("}")
 
 
-def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
+def _read_members(
+    reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool], keys: ObjectKeys
+) -> Reading[None]:
     name: str | None = None
     arguments: list[str] = []
     is_streamed = False
     yield from reader.expect("{")
-    while True:
-        yield from reader.skip_spaces()
+    yield from reader.skip_spaces()
+    while not (yield from reader.accept("}")):
         key = yield from _read_text(reader)
         yield from reader.skip_spaces()
         yield from reader.expect(":")
         yield from reader.skip_spaces()
-        if key == "name" and name is None:
+        if key in keys.names and name is None:
             name = yield from _read_text(reader)
             if not is_callable(name):
                 raise Malformed
-        elif key in _ARGUMENTS_KEYS and not arguments and not is_streamed:
+        elif key in keys.arguments and not arguments and not is_streamed:
             if name is not None and (yield from reader.peek()) == "{":
                 is_streamed = True
                 yield from read_arguments(reader, output, name)
@@ -181,9 +166,12 @@ def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[s
         else:
             yield from read_json(reader, drop)
         yield from reader.skip_spaces()
-        if (yield from reader.accept("}")):
+        if (yield from reader.accept(",")):
+            yield from reader.skip_spaces()
+        elif (yield from reader.accept("}")) or is_streamed:  # the last brace may be missing
             break
-        yield from reader.expect(",")
+        else:
+            raise Malformed
     if name is None:
         raise Malformed
     if not is_streamed:
@@ -193,11 +181,9 @@ def _read_members(reader: Reader, output: ParsedOutput, is_callable: Callable[[s
 
 
 def read_arguments(reader: Reader, output: ParsedOutput, name: str) -> Reading[None]:
-    """Read the arguments of a call and emit them as they arrive: from here on it is certainly a call."""
-    reader.release()
+    """Read the arguments of a call and emit them as they arrive."""
     output.begin_call(name)
     yield from read_json(reader, output.arguments)
-    reader.hold()
 
 
 def _as_object(arguments: str) -> str:

@@ -43,6 +43,7 @@ class Gemma(ToolFormat):
         )
         self.markers = (self._call, self._call_end, self._quote)
         self.trigger = self._call
+        self.triggers = (self._call,)
 
     def around(self, name: str) -> tuple[str, str]:
         # No grammar for values in these quotes can be made from a JSON schema.
@@ -55,7 +56,7 @@ class Gemma(ToolFormat):
             try:
                 yield from self._read_call(reader, output)
             except Malformed:
-                output.content(reader.release())
+                output.give_back(reader.release())
 
     def _read_call(self, reader: Reader, output: ParsedOutput) -> Reading[None]:
         parts: list[str] = []
@@ -65,12 +66,12 @@ class Gemma(ToolFormat):
         name = "".join(parts)
         if not is_function_name(name) or (yield from reader.peek()) != "{":
             raise Malformed
-        reader.release()
         output.begin_call(name)
         yield from _Values(reader, output.arguments, self._quote).read(0)
         yield from reader.skip_spaces()
         yield from reader.accept(self._call_end)
         output.end_call()
+        reader.release()
 
 
 class _Values:

@@ -5,12 +5,14 @@ Their types are those of the function's JSON schema.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.parsing.reader import SPACES
+from penstock.frontend.parsing.json_text import repaired_json
+from penstock.frontend.parsing.reader import SPACES, Malformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +37,9 @@ _TYPE_NAMES = {
     dict: "object",
 }
 _MAX_REFERENCES = 16
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Templates that write a value with `| string` show these words to the model."""
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+"""MiniCPM encloses texts with special characters."""
+_LETTERS = re.compile(r"[a-z]+")
 
 
 def parameter_types(schema: Mapping[str, Any], key: str) -> Types:
@@ -106,15 +109,26 @@ def _pointed(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def as_json(text: str, types: Types) -> str:
-    """Return a parameter's text as JSON: the value that it spells, if that has one of the types; else a string."""
+    """Return a parameter's text as JSON: the value that it spells, if that has one of the types; else a string.
+
+    Templates that write a value with `| string` show Python's spelling to the model.
+    """
     spelled = text.strip(SPACES)
-    spelled = _PYTHON_WORDS.get(spelled, spelled)
+    repaired = repaired_json(spelled)
+    if repaired is None or repaired[1] != len(spelled):
+        return json_string(text)
     try:
-        value = msgspec.json.decode(spelled)
+        value = msgspec.json.decode(repaired[0])
     except (msgspec.DecodeError, RecursionError):
         return json_string(text)
     is_value = not isinstance(value, str) and _TYPE_NAMES[type(value)] in types
-    return spelled if is_value else json_string(text)
+    return repaired[0] if is_value else json_string(text)
+
+
+def common_prefix(first: str, second: str) -> str:
+    """Return the text that both begin with."""
+    differ = (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return first[: next(differ, min(len(first), len(second)))]
 
 
 def json_string(text: str) -> str:
@@ -130,14 +144,13 @@ class ParameterReader:
         self._schema = schema
         self._layout = layout
         self._before_key = "{"
+        self._attribute, self._rest = _split_middle(layout)
         output.begin_call(name)
 
-    def read(self, reader: Reader, key: str, *, is_text: bool = False) -> Reading[None]:
-        """Read a value and its closing mark. Raises Malformed if the text ends before that.
-
-        is_text: the model marks the value as a text. It is one if the schema allows a text.
-        """
+    def read(self, reader: Reader) -> Reading[None]:
+        """Read the rest of a parameter, from its key on. Raises Malformed if the text ends before that."""
         layout = self._layout
+        key, is_text = yield from self._read_key(reader)
         types = parameter_types(self._schema, key)
         if is_text and types >= TEXT:
             types = TEXT
@@ -150,9 +163,29 @@ class ParameterReader:
         if layout.is_indented:
             yield from reader.accept("\n")
             emit = _without_last_line_break(emit)
+        if layout.closing.startswith("<") and (yield from reader.accept(_CDATA)):
+            yield from reader.until(_CDATA_END, emit, keeps_partial=False)
+            yield from reader.expect(_CDATA_END)
         yield from reader.until(layout.closing, emit, keeps_partial=False)
         yield from reader.expect(layout.closing)
         self._emit('"' if types == TEXT else name + as_json("".join(parts), types))
+
+    def _read_key(self, reader: Reader) -> Reading[tuple[str, bool]]:
+        """Read a key and the marks up to its value. Return also whether they mark the value as a text."""
+        parts: list[str] = []
+        before, after = self._attribute
+        mark = yield from reader.until_any(tuple(filter(None, (before, after))), parts.append)
+        yield from reader.accept(mark or "")
+        kind: list[str] = []
+        if before and mark == before:
+            yield from reader.run(_LETTERS, kind.append)
+            yield from reader.expect(after)
+        for piece in self._rest:
+            yield from reader.skip_spaces()
+            yield from reader.expect(piece)
+        if mark is None or "\n" in (key := "".join(parts)):
+            raise Malformed
+        return key, bool(before) and "".join(kind) == self._layout.middle.removeprefix(before).removesuffix(after)
 
     def end(self) -> None:
         """End the object: the call is complete."""
@@ -160,6 +193,20 @@ class ParameterReader:
 
     def _emit_text(self, text: str) -> None:
         self._emit(json_string(text)[1:-1])
+
+
+def _split_middle(layout: ParameterLayout) -> tuple[tuple[str, str], tuple[str, ...]]:
+    """Return the texts around an attribute that says whether a value is a text, and the marks behind a key.
+
+    Without such an attribute, its first text is empty, and its second is the first mark.
+    """
+    middle, other = layout.middle, layout.json_middle
+    if not other:
+        first, *rest = middle.split()
+        return ("", first), tuple(rest)
+    before = common_prefix(middle, other)
+    after = common_prefix(middle[::-1], other[::-1])[::-1]
+    return (before[: before.rfind('"') + 1], after[after.find('"') :]), ()
 
 
 def _without_last_line_break(emit: Callable[[str], object]) -> Callable[[str], object]:

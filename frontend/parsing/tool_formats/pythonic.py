@@ -11,9 +11,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.frontend.parsing.parsed_output import ParsedOutput
     from penstock.frontend.parsing.reader import Reader, Reading
     from penstock.frontend.parsing.tool_formats.base import Functions
@@ -137,39 +139,61 @@ class Pythonic(ToolFormat):
     """A call is emitted when its last parenthesis has arrived, with its arguments as JSON."""
 
     name = "pythonic"
-    markers: tuple[str, ...] = ()
     trigger: str | None = None
-    opening = "["
-    separator = ", "
-    closing = "]"
+
+    def __init__(self, marks: tuple[str, str] = ("", ""), *, is_list: bool = True) -> None:
+        """marks stand around the list of calls; without marks, the list is the whole answer. is_list: the calls are in
+        brackets, else on lines of their own."""
+        self._marks = marks
+        self.triggers = tuple(filter(None, marks[:1]))
+        self.trigger = marks[0] or None
+        self.markers = tuple(filter(None, marks))
+        self.opening, self.separator, self.closing = (
+            (f"{marks[0]}[", ", ", f"]{marks[1]}") if is_list else (f"{marks[0]}\n", "\n", f"\n{marks[1]}")
+        )
 
     def around(self, name: str) -> tuple[str, str]:
         # Keyword arguments cannot express every schema.
         return f"{name}(**", ")"
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
+        if not self.triggers:
+            yield from self._read_calls(reader, output, functions.__contains__)
+        while self.triggers and (yield from reader.until_any(self.triggers, output.content)):
+            yield from self._read_calls(reader, output, is_function_name)
+
+    def _read_calls(self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
+        opening, closing = self._marks
         reader.hold()
         try:
+            yield from reader.accept(opening)
             yield from reader.skip_spaces()
-            yield from reader.expect("[")
+            is_list = yield from reader.accept("[")
+            if not (is_list or self.triggers):
+                raise Malformed
             while True:
-                yield from _read_call(reader, output, functions)
+                yield from _read_call(reader, output, is_callable)
                 reader.hold()
                 yield from reader.skip_spaces()
-                if not (yield from reader.accept(",")):
-                    yield from reader.expect("]")
-                    reader.release()
-                    return
+                has_comma = yield from reader.accept(",")
+                if not has_comma and (is_list or (yield from reader.accept(closing))):
+                    break
+            if is_list:
+                yield from reader.expect("]")
+                reader.hold()
+                yield from reader.skip_spaces()
+                yield from reader.accept(closing)
+            reader.release()
         except Malformed:
-            output.content(reader.release())
+            output.give_back(reader.release())
 
 
-def _read_call(reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
+def _read_call(reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:
     yield from reader.skip_spaces()
     parts: list[str] = []
     yield from reader.run(_NAME_CHARACTERS, parts.append)
     name = "".join(parts)
-    if name not in functions:
+    if not is_callable(name):
         raise Malformed
     yield from reader.expect("(")
     arguments: dict[str, Any] = {}

@@ -173,11 +173,21 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "KV cache", f"bytes a token: {kv or 'unknown'}"
     if model.state_bytes_per_sequence:
         yield "states", f"{format_size(model.state_bytes_per_sequence)} a sequence"
-    yield "tool calls", model.tool_format or "none"
-    yield "reasoning", model.reasoning_format or "none"
+    yield from _lines_of_chat(model)
     if model.default_sampling is not None:
         yield "answers end", f"with {describe_ends(model.end_tokens)}" if model.end_tokens else "at max_tokens only"
         yield "sampling", f"{describe_sampling(model.default_sampling)}, unless a request says otherwise"
+
+
+def _lines_of_chat(model: ModelDescription) -> Iterator[tuple[str, str]]:
+    chat = model.chat
+    together = "" if chat is None or chat.parallel_calls else ", one a message"
+    yield "tool calls", "none" if model.tool_format is None else f"{model.tool_format}{together}"
+    marks = "" if chat is None or chat.reasoning_marks is None else f", {' … '.join(chat.reasoning_marks)}"
+    yield "reasoning", "none" if model.reasoning_format is None else f"{model.reasoning_format}{marks}"
+    if chat is not None:
+        parts = f"in parts for {', '.join(chat.part_roles)}" if chat.part_roles else "as one text"
+        yield "messages", f"{parts}; developer {'has its own role' if chat.developer_role else 'is written as system'}"
 
 
 def _lines_of_adapter(adapter: AdapterDescription) -> Iterator[tuple[str, str]]:

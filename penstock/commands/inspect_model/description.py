@@ -44,6 +44,7 @@ from penstock.frontend.text.tokenizer import ModelTokenizer
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
     from penstock.commands.inspect_model.config_fields import Quantization
+    from penstock.frontend.parsing.reasoning import ReasoningFormat
 
 
 class TensorHeader(NamedTuple):
@@ -113,11 +114,24 @@ _OTHER_DATA = (
 """Endings of the names of tensors that belong to quantised weights and are not parameters."""
 
 
+class ChatDescription(Struct, frozen=True):
+    """What rendering the chat template shows."""
+
+    parallel_calls: bool
+    """Whether a message may have several calls. Others are written as several messages."""
+    reasoning_marks: tuple[str, str] | None
+    part_roles: tuple[str, ...]
+    """Roles whose content the template takes in parts; others receive the texts joined."""
+    developer_role: bool
+    """Whether the template has the role; if not, its messages are system messages."""
+
+
 class _Texts(NamedTuple):
     """What the tokenizer's files and generation_config.json say. error is why one of them cannot be used, if so."""
 
     tool_format: str | None = None
     reasoning_format: str | None = None
+    chat: ChatDescription | None = None
     end_tokens: tuple[EndToken, ...] = ()
     default_sampling: SamplingDefaults | None = None
     error: str | None = None
@@ -163,7 +177,10 @@ class ModelDescription(Struct, frozen=True):
     state_bytes_per_sequence: int
     """Memory of layers that keep a state instead of keys and values."""
     tool_format: str | None
+    """Name of the option --tool-parser, or the first mark of a call."""
     reasoning_format: str | None
+    chat: ChatDescription | None
+    """None without a chat template."""
     end_tokens: tuple[EndToken, ...]
     default_sampling: SamplingDefaults | None
     tokenizer_error: str | None
@@ -238,6 +255,7 @@ def describe_model(
         state_bytes_per_sequence=0 if spec is None else spec.state_bytes_per_sequence,
         tool_format=texts.tool_format,
         reasoning_format=texts.reasoning_format,
+        chat=texts.chat,
         end_tokens=texts.end_tokens if task == "generate" else (),
         default_sampling=texts.default_sampling if task == "generate" else None,
         tokenizer_error=texts.error,
@@ -324,6 +342,19 @@ def _read_texts(model_dir: Path) -> _Texts:
     return _Texts(
         None if syntax.tools is None else syntax.tools.name,
         None if syntax.reasoning is None else syntax.reasoning.name,
+        _describe_chat(tokenizer, syntax.reasoning),
         tuple(named_tokens((*named, *find_unnamed_ends(named, tokenizer)), tokenizer)),
         shown_sampling(defaults.sampling),
+    )
+
+
+def _describe_chat(tokenizer: ModelTokenizer, reasoning: ReasoningFormat | None) -> ChatDescription | None:
+    if tokenizer.chat_template is None:
+        return None
+    traits = tokenizer.chat_template.traits
+    return ChatDescription(
+        parallel_calls=traits.takes_calls_together,
+        reasoning_marks=None if reasoning is None else (reasoning.opening, reasoning.closing),
+        part_roles=tuple(sorted(traits.part_roles)),
+        developer_role=traits.has_developer,
     )

@@ -180,6 +180,12 @@ def test_formats_come_from_the_template(
     (sharded / "chat_template.jinja").write_text(template)
     described = describe(sharded, capsys)
     assert (described.tool_format, described.reasoning_format) == (tools, reasoning)
+    assert described.chat is not None
+    assert described.chat.reasoning_marks == (None if reasoning is None else ("<think>", "</think>"))
+    assert (described.chat.part_roles, described.chat.developer_role) == ((), False)
+    run(str(sharded))
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert ["messages", "as one text; developer is written as system"] in lines
 
 
 def test_experts_that_a_token_does_not_use_are_not_active(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_messages_are_read_as_the_library_reads_them(
         ("<|channel|>commentary<|message|>Plan<|end|><|start|>assistant<|channel|>final<|message|>Do",
          ("", "Plan\n\nDo", [])),
         ("<|channel|>commentary to=functions.f json<|message|>", ("", "", [])),
-        ("<|channel|>commentary to=functions.f json<|message|>{oops}<|call|>", ("", "oops}", [("f", "{")])),
+        ("<|channel|>commentary to=functions.f json<|message|>{oops}<|call|>", ("", "{oops}", [])),
         ("<|channel|>commentary to=functions.f json<|message|>oops<|call|>", ("", "oops", [])),
         ("<|channel|>commentary to=f<|message|>{}", ("", "", [("f", "{}")])),
         ("<|channel|>analysis to=browser.search<|message|>{}<|call|>", ("", "", [("browser.search", "{}")])),

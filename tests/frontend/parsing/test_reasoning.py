@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import ALWAYS_THINKING, GRANITE, HERMES, THINKING_HERMES, Model
-from tests.frontend.parsing.tool_texts import CUTS, FUNCTIONS, cut, read
+from tests.frontend.parsing.tool_texts import CUTS, FORMATS, FUNCTIONS, cut, read
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -282,13 +281,49 @@ async def test_each_choice_has_its_own_reasoning() -> None:
     assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] % 3 == 0
 
 
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        (f"I need it.\n{CALL}", "I need it.", "", 1),
+        (f"I need both.\n{CALL}\n{CALL}\n", "I need both.", "", 2),
+        (f"Maybe {CALL}? No, rather\n{CALL}", f"Maybe {CALL}? No, rather", "", 1),
+        (f"Maybe {CALL} or not", f"Maybe {CALL} or not", "", 0),
+        (f"Maybe {CALL}</think>Well, {CALL}", f"Maybe {CALL}", "Well,", 1),
+        ("I write <tool_call> and a name", "I write <tool_call> and a name", "", 0),
+        (f"<<tool_call{CALL}", "<<tool_call", "", 1),
+        (CALL[:-20], CALL[:-20], "", 0),
+    ],
+)
+async def test_calls_at_the_end_of_unclosed_reasoning_are_calls(
+    text: str, reasoning: str, content: str, num_calls: int
+) -> None:
+    message = await answered(OPEN, text, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert (message.get("reasoning_content") or "", message["content"] or "") == (reasoning, content)
+    assert message.get("reasoning") == message.get("reasoning_content")
+    assert len(message.get("tool_calls", ())) == num_calls
+    assert message["finish_reason"] == ("tool_calls" if num_calls else "stop")
+    shape = AnswerShape(THINK, is_reasoning_open=True, tools=FORMATS["hermes"], functions=FUNCTIONS)
+    for size in (1, 2, 5):
+        assert read(shape, [text[start : start + size] for start in range(0, len(text), size)]) == read(shape, [text])
+
+
+async def test_answer_cut_within_a_call_in_its_reasoning_stays_reasoning() -> None:
+    message = await answered(
+        OPEN, f"Hm. {CALL}", Finish.LENGTH, tools=[{"type": "function", "function": {"name": "f"}}]
+    )
+    assert (message["reasoning_content"], message["finish_reason"]) == (f"Hm. {CALL}", "length")
+
+
 PARTS = ["<think>", "</think>", "<thi", "nk>", "hm", " ", "\n", "<tool_call>", '{"name": "f"}', "</tool_call>", "é"]
 
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(PARTS), max_size=12).map("".join), CUTS, st.booleans())
 def test_reasoning_and_calls_are_read_alike_in_any_split(text: str, cuts: list[int], is_open: bool) -> None:
-    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=Hermes(), functions=FUNCTIONS)
+    shape = AnswerShape(THINK, is_reasoning_open=is_open, tools=FORMATS["hermes"], functions=FUNCTIONS)
     assert read(shape, cut(text, cuts)) == read(shape, [text])
 
 

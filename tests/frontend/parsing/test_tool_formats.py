@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.reasoning import THINK
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
-from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
 from tests.frontend.parsing.tool_texts import (
     CALLS,
     CUTS,
@@ -119,8 +117,12 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
         ("llama3_json", 'Well <|python_tag|>{"name": "f"};{"name": "g"} end', "Well end", [("f", "{}"), ("g", "{}")]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', "", [("f", "{}"), ("g", "{}")]),
-        ("mistral", 'a [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{}', "a", [("f", '{"x": 1}'), ("g", "{}")]),
-        ("mistral", "[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", "", [("f", "{}")]),
+        (
+            "mistral, names first",
+            'a [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{}',
+            "a",
+            [("f", '{"x": 1}'), ("g", "{}")],
+        ),
         ("pythonic", "[f()]", "", [("f", "{}")]),
         (
             "pythonic",
@@ -149,8 +151,12 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("f", '{"kind": "1", "maybe": "1"}'), ("f", '{"maybe": null}')],
         ),
         ("qwen3_coder", "<function=f><parameter=number>1e3</parameter></tool_call>!", "!", [("f", '{"number": 1e3}')]),
-        ("qwen3_coder", "<tool_call><function=nobody><parameter=a>[1]</parameter>", "", [("nobody", '{"a": [1]')]),
-        ("qwen3_coder", "<tool_call><function=f><parameter=text>a</parameter", "", [("f", '{"text": "a')]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=nobody><parameter=a>[1]</parameter></function>",
+            "",
+            [("nobody", '{"a": [1]}')],
+        ),
         ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
         ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
         (
@@ -181,7 +187,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("get_weather", '{"city": "```"}'), ("f", "{}")],
         ),
         (
-            "deepseek",
+            "deepseek, V3.1",
             (
                 '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
                 "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -189,7 +195,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             "",
             [("f", '{"a": 1}'), ("function", "{}")],
         ),
-        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
+        ("deepseek, V3.1", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> So.", "So.", [("f", "{}")]),
         (
             "deepseek_v32",
             (
@@ -205,17 +211,16 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         (  # a type that the schema forbids, no type, and a name without a schema
             "deepseek_v32",
             (
-                '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5'
+                '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5'
                 '</｜DSML｜parameter><｜DSML｜parameter name="number" string="true">5</｜DSML｜parameter>'
                 '<｜DSML｜parameter name="maybe">null</｜DSML｜parameter>'
                 '<｜DSML｜parameter name="x" string="true">[1]</｜DSML｜parameter></｜DSML｜invoke>'
-                "</｜DSML｜tool_calls>"
+                "</｜DSML｜function_calls>"
             ),
             "",
             [("f", '{"text": "5", "number": 5, "maybe": null, "x": "[1]"}')],
         ),
         ("deepseek_v32", '<｜DSML｜invoke name="f">{"a": 1}</｜DSML｜invoke> So.', "So.", [("f", '{"a": 1}')]),
-        ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜param', "<｜DSML｜param", [("f", "")]),
         (
             "deepseek_v32",
             '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f>',
@@ -233,7 +238,6 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             [("get_weather", '{"city": "été"}'), ("f", '{"a": {}}')],
         ),
         ("kimi_k2", "<|tool_call_begin|>g<|tool_call_argument_begin|><|tool_call_end|> So.", "So.", [("g", "{}")]),
-        ("kimi_k2", '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"a": 1', "", [("f", '{"a": 1')]),
         ("kimi_k2", "a<|tool_calls_section_begin|> b", "a<|tool_calls_section_begin|> b", []),
         (
             "granite",
@@ -256,85 +260,12 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
             ],
         ),
         ("gemma, 4", 'So <|tool_call>call:f{a:<|"|>x}<|"|>}<tool_call|> then', "So then", [("f", '{"a":"x}"}')]),
-        ("gemma, 4", '<|tool_call>call:f{a:<|"|>x<|"', "", [("f", '{"a":"x')]),
         # The prompt that Gemma 3's documentation recommends asks for this.
         ("pythonic", '[get_weather(city="Paris", days=2)]', "", [("get_weather", '{"city": "Paris", "days": 2}')]),
     ],
 )
 def test_calls_are_read_as_models_write_them(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert calls_in(name, text) == (content, calls)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("hermes", "<tool_call>"),
-        ("hermes", "<tool_call>\nf(1)\n</tool_call>"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "text"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "no such name!", "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": 5}</tool_call>'),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"arguments": {"a": 01}, "name": "f"}</tool_call>'),
-        ("llama3_json", '{"name": "Bob", "age": 5}'),
-        ("llama3_json", '{"name": "nobody", "parameters": {}}'),
-        ("llama3_json", "<|python_tag|>print(1)"),
-        ("llama3_json", 'see {"name": "f", "parameters": {}}'),
-        ("mistral", "[TOOL_CALLS][]"),
-        ("mistral", "[TOOL_CALLS]"),
-        ("mistral", "[TOOL_CALLS]what now"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]"),
-        ("pythonic", "[1, 2]"),
-        ("pythonic", "[f(1)]"),
-        ("pythonic", "[nobody(a=1)]"),
-        ("pythonic", "[f(a=__import__('os'))]"),
-        ("pythonic", "[f(a=1e999)]"),
-        ("pythonic", "[f(a='\\ud800')]"),
-        ("pythonic", "[f(a='\\U99999999')]"),
-        ("pythonic", "[f(**[])]"),
-        ("pythonic", "[f(a=" + "[" * 100 + "]" * 100 + ")]"),
-        ("pythonic", "see [f()]"),
-        ("qwen3_coder", "<tool_call>"),
-        ("qwen3_coder", "<tool_call>\nf\n</tool_call>"),
-        ("qwen3_coder", "<function=no such name!></function>"),
-        ("qwen3_coder", "<function=f"),
-        ("glm4", "The tag <tool_call> opens a call."),
-        ("glm4", "<tool_call>f(1)</tool_call>"),
-        ("glm4", "<tool_call>f <arg_value>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>f\n```json\n[]"),
-        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"),
-        ("granite", "<|tool_call|>[]"),
-        ("gemma", "<start_function_call>f{}<end_function_call>"),
-        ("gemma", "<start_function_call>call:f(a=1)"),
-        ("granite", "<|tool_call|> what"),
-    ],
-)
-def test_malformed_call_is_text(name: str, text: str) -> None:
-    assert calls_in(name, text) == (text, [])
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "content", "calls"),
-    [
-        ("hermes", '<tool_call>{"name":"f","arguments":{"a":tru}}</tool_call>', "}}</tool_call>", [("f", '{"a":tru')]),
-        ("hermes", '<tool_call>{"name":"f","arguments":{}, oops', ", oops", [("f", "{}")]),
-        ("mistral", '[TOOL_CALLS][{"name":"f"}, oops]', ", oops]", [("f", "{}")]),
-        ("pythonic", "[f(), oops]", ", oops]", [("f", "{}")]),
-        ("qwen3_coder", "<function=g><parameter=a>1</parameter> oops", "oops", [("g", '{"a": 1')]),
-        ("glm4", "<tool_call>g<arg_key>a</arg_key>oops", "oops", [("g", "")]),
-        ("gemma", "<start_function_call>call:f{a:}<end_function_call>", "}<end_function_call>", [("f", '{"a":')]),
-        ("gemma", "<start_function_call>call:f{a:" + "[" * 100, "[" * 36, [("f", '{"a":' + "[" * 64)]),
-        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{oops}", "oops}", [("f", "{")]),
-    ],
-)
-def test_broken_call_continues_as_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
-    assert calls_in(name, text) == (content, calls)
-
-
-def test_broken_call_and_the_next_are_separate_calls() -> None:
-    text = '<tool_call>{"name":"f","arguments":{"a":!<tool_call>{"name":"g"}</tool_call>'
-    assert calls_in("hermes", text) == ("!", [("f", '{"a":'), ("g", "{}")])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -348,7 +279,7 @@ def test_first_call_ends_the_answer_with_single_call(name: str) -> None:
 
 
 def test_arguments_are_emitted_as_they_arrive() -> None:
-    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["hermes"], functions=FUNCTIONS).new_parser()
     assert parser.push('<tool_call>{"name": "f", "arg') == []
     opening, *pieces = parser.push('uments": {"text": "once')
     assert (opening.tool_calls[0].name, opening.tool_calls[0].arguments) == ("f", "")
@@ -357,7 +288,7 @@ def test_arguments_are_emitted_as_they_arrive() -> None:
 
 
 def test_text_parameter_is_emitted_as_it_arrives() -> None:
-    parser = AnswerShape(tools=Qwen3Coder(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["qwen3_coder"], functions=FUNCTIONS).new_parser()
     pieces = [
         "<function=f>",
         "<parameter=text>\none\n",
@@ -372,7 +303,7 @@ def test_text_parameter_is_emitted_as_it_arrives() -> None:
 
 
 def test_text_is_held_only_while_it_may_be_a_marker() -> None:
-    parser = AnswerShape(tools=Hermes(), functions=FUNCTIONS).new_parser()
+    parser = AnswerShape(tools=FORMATS["hermes"], functions=FUNCTIONS).new_parser()
     assert [delta.text for delta in parser.push("a <b> <tool")] == ["a <b>"]
     assert [delta.text for delta in parser.push("box> ")] == [" <toolbox>"]
 

@@ -11,18 +11,12 @@ from hypothesis import strategies as st
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import Harmony
+from penstock.frontend.parsing.syntax.named_formats import MARKS
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
-from penstock.frontend.parsing.tool_formats.deepseek import DeepSeek
-from penstock.frontend.parsing.tool_formats.deepseek_v32 import DeepSeekV32
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
-from penstock.frontend.parsing.tool_formats.glm4 import Glm4
-from penstock.frontend.parsing.tool_formats.granite import Granite
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
-from penstock.frontend.parsing.tool_formats.kimi_k2 import KimiK2
-from penstock.frontend.parsing.tool_formats.llama3_json import Llama3Json
-from penstock.frontend.parsing.tool_formats.mistral import Mistral
+from penstock.frontend.parsing.tool_formats.marked import Marked
+from penstock.frontend.parsing.tool_formats.minimax import MiniMax
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
-from penstock.frontend.parsing.tool_formats.qwen3_coder import Qwen3Coder
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "f": {
@@ -40,48 +34,39 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {},
 }
 FORMATS: dict[str, ToolFormat] = {
-    "hermes": Hermes(),
-    "llama3_json": Llama3Json(),
-    "mistral": Mistral(names_first=False),
-    "mistral, names first": Mistral(names_first=True),
+    **{name: Marked(name, marks) for name, marks in MARKS.items()},
     "pythonic": Pythonic(),
-    "qwen3_coder": Qwen3Coder(),
-    "glm4": Glm4(has_lines=True),
-    "glm4, one line": Glm4(has_lines=False),
-    "deepseek": DeepSeek(in_code=True),
-    "deepseek, V3.1": DeepSeek(in_code=False),
-    "deepseek_v32": DeepSeekV32(is_fourth=False),
-    "deepseek_v32, V4": DeepSeekV32(is_fourth=True),
-    "kimi_k2": KimiK2(),
-    "granite": Granite(),
     "gemma": Gemma(is_fourth=False),
     "gemma, 4": Gemma(is_fourth=True),
     "harmony": Harmony(),
+    "minimax": MiniMax(),
 }
 
 Read = tuple[str, str, list[tuple[str, str]]]
 """Reasoning, text, and the calls' names and arguments."""
 
 
-def read(shape: AnswerShape, pieces: list[str]) -> Read:
+def read(shape: AnswerShape, pieces: list[str], *, was_cut: bool = False) -> Read:
     parser, message = shape.new_parser(), ChoiceOutput()
     for piece in pieces:
         for delta in parser.push(piece):
             message.add(delta)
-    for delta in parser.flush():
+    for delta in parser.flush(was_cut=was_cut):
         message.add(delta)
     return message.reasoning, message.text, [(call.name, call.arguments) for call in message.tool_calls]
 
 
-def read_all_ways(text: str, shape: AnswerShape) -> Read:
-    whole = read(shape, [text])
+def read_all_ways(text: str, shape: AnswerShape, *, was_cut: bool = False) -> Read:
+    whole = read(shape, [text], was_cut=was_cut)
     for size in (1, 2, 3, 7):
-        assert read(shape, [text[start : start + size] for start in range(0, len(text), size)]) == whole
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert read(shape, pieces, was_cut=was_cut) == whole
     return whole
 
 
-def calls_in(name: str, text: str, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
-    _, content, calls = read_all_ways(text, AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape))
+def calls_in(name: str, text: str, *, was_cut: bool = False, **shape: Any) -> tuple[str, list[tuple[str, str]]]:
+    shape_of_all = AnswerShape(tools=FORMATS[name], functions=FUNCTIONS, **shape)
+    _, content, calls = read_all_ways(text, shape_of_all, was_cut=was_cut)
     return content, calls
 
 

@@ -49,6 +49,8 @@ JOINING_TEMPLATES = {"deepseek": DEEPSEEK_V3, "deepseek, V3.1": DEEPSEEK_V31}
 """They concatenate the arguments of a call, which must be a text."""
 NUMBERING_TEMPLATES = {"kimi_k2": KIMI_K2}
 """They write the ids of calls, which must have the form that the model writes."""
+SPLITTING_TEMPLATES = ("llama3", "pythonic", "harmony")
+"""They write one call of a message, or refuse more."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -98,6 +100,10 @@ def as_clients_send(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
+def split(message: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**message, "tool_calls": [call]} for call in message.get("tool_calls", ())] or [message]
+
+
 def numbered(message: dict[str, Any]) -> dict[str, Any]:
     """Replace the ids of calls by those that Kimi K2 writes."""
     if "tool_calls" in message:
@@ -121,6 +127,8 @@ def test_template_renders_as_in_transformers(
         messages = [{**as_clients_send(message), "content": message["content"]} for message in messages]
     if template in NUMBERING_TEMPLATES:
         messages = [numbered(message) for message in messages]
+    if template in SPLITTING_TEMPLATES:
+        messages = [one for message in messages for one in split(message)]
     body = msgspec.convert(sent, ChatBody)
     check_chat(body)
     ours = ChatTemplate(source, {})

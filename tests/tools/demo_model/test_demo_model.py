@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.frontend.parsing.model_syntax import choose_model_syntax
-from penstock.frontend.parsing.tool_formats.hermes import Hermes
+from penstock.frontend.parsing.syntax.model_syntax import choose_model_syntax
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.tools.demo_model.corpus import HELD_OUT, ChatTurn, Corpus, build_corpus
@@ -276,8 +275,9 @@ def test_frontend_renders_tools_and_calls_as_transformers_does(
 def test_frontend_recognises_the_tool_format() -> None:
     template = ModelTokenizer.load(MODEL_DIR).chat_template
     assert template is not None
-    syntax = choose_model_syntax(template.source, {})
-    assert isinstance(syntax.tools, Hermes)
+    syntax = choose_model_syntax(template, {})
+    assert syntax.tools is not None
+    assert syntax.tools.name == "hermes"
 
 
 def test_end_of_turn_token_ends_a_generation(hf_tokenizer: Any) -> None:

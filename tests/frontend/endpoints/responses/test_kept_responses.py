@@ -52,8 +52,7 @@ async def test_conversation_continues_from_a_response(connection: ClientConnecti
 async def test_long_conversation_is_rendered_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[threading.Thread] = []
-    translating: list[threading.Thread] = []
+    threads, translating = list[threading.Thread](), list[threading.Thread]()
     render, translate = ChatTemplate.render, endpoint.as_chat
 
     def noted(template: ChatTemplate, body: ChatBody) -> str:
@@ -68,6 +67,7 @@ async def test_long_conversation_is_rendered_in_a_thread(
     monkeypatch.setattr(endpoint, "as_chat", noted_translation)
     backend.model = model_card(max_context_tokens=1 << 20)
     connection = connect()
+    threads.clear()  # loading the template has rendered short chats
     first = (await connection.post(PATH, {"input": "x" * 100_000})).json()
     for _ in range(2):
         first = (await connection.post(PATH, {"input": "and?", "previous_response_id": first["id"]})).json()

@@ -1,0 +1,108 @@
+"""What a chat template makes of a message's parts, roles and calls: found once, by rendering short chats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.frontend.schemas.chat import (
+    ChatBody,
+    ChatMessage,
+    ChatTool,
+    ContentPart,
+    FunctionCall,
+    FunctionDefinition,
+    MessageToolCall,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FIRST, _SECOND = "wexalumina", "wozedarte"
+"""Texts that no template writes by itself."""
+_PARTS = [ContentPart("text", _FIRST), ContentPart("text", _SECOND)]
+_TOOL = ChatTool(
+    FunctionDefinition("look_up", "Looks up", {"type": "object", "properties": {"key": {"type": "string"}}})
+)
+_CALLS = [
+    MessageToolCall(call_id, FunctionCall("look_up", f'{{"key": "{text}"}}'))
+    for call_id, text in (("callAAAA1", _FIRST), ("callAAAA2", _SECOND))
+]
+"""Mistral's templates take ids of nine letters and digits only."""
+_QUESTION = ChatMessage("user", "Hello")
+_CALLING = ChatMessage("assistant", tool_calls=_CALLS[:1])
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """By default, those of a template that can do everything."""
+
+    part_roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
+    """Roles whose content the template takes as a list of parts. Others receive their texts joined."""
+    has_developer: bool = True
+    """Whether the template shows messages of the role developer."""
+    takes_calls_together: bool = True
+    """Whether the template shows several calls of one message."""
+    takes_thinking_beside_text: bool = True
+    """Whether a message with calls may have a text and `thinking`."""
+
+
+def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer: bool) -> TemplateTraits:
+    """Return a template's traits. render returns None for messages that the template refuses.
+
+    A template that does not mention the role may write it, but its model does not know it.
+    """
+
+    def shown(*messages: ChatMessage) -> str | None:
+        has_calls = any(message.tool_calls for message in messages)
+        return render(ChatBody(messages=list(messages), tools=[_TOOL] if has_calls else None))
+
+    chats = {
+        "system": (ChatMessage("system", _PARTS), _QUESTION),
+        "user": (ChatMessage("user", _PARTS),),
+        "assistant": (_QUESTION, ChatMessage("assistant", _PARTS), _QUESTION),
+        "tool": (_QUESTION, _CALLING, ChatMessage("tool", _PARTS, tool_call_id=_CALLS[0].id)),
+    }
+    developer = shown(ChatMessage("developer", _FIRST), _QUESTION)
+    together = shown(_QUESTION, ChatMessage("assistant", tool_calls=_CALLS))
+    thoughtful = ChatMessage("assistant", "Well", tool_calls=_CALLS[:1], reasoning_content=_SECOND)
+    alone = shown(_QUESTION, _CALLING)
+    return TemplateTraits(
+        part_roles=frozenset(role for role, chat in chats.items() if _has_texts_only(shown(*chat))),
+        has_developer=mentions_developer and developer is not None and _FIRST in developer,
+        takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
+        takes_thinking_beside_text=alone is None or shown(_QUESTION, thoughtful) is not None,
+    )
+
+
+def _has_texts_only(text: str | None) -> bool:
+    """Whether both parts are shown, and not as Python or JSON writes a list."""
+    if text is None or _FIRST not in text or _SECOND not in text:
+        return False
+    start, end = text.rindex(_FIRST), text.rindex(_SECOND)
+    return start < end and "'type'" not in text[start:end] and '"type"' not in text[start:end]
+
+
+def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write each call as a message of its own, with its result behind it."""
+    written: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    """Calls whose messages are not written yet."""
+    for message in messages:
+        if message["role"] == "tool":
+            place = next(
+                (n for n, call in enumerate(calls) if call["tool_calls"][0]["id"] == message.get("tool_call_id")), 0
+            )
+            written += calls[place : place + 1]
+            del calls[place : place + 1]
+        else:
+            written += calls
+            calls = []
+        made = message.get("tool_calls", ())
+        if len(made) > 1:
+            first, *others = made
+            silent = {"role": message["role"], "content": ""}
+            calls = [{**message, "tool_calls": [first]}, *({**silent, "tool_calls": [call]} for call in others)]
+        else:
+            written.append(message)
+    return written + calls
