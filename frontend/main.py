@@ -109,7 +109,7 @@ def serve(options: FrontendOptions) -> int:
         log_level=options.log_level,
         log_json=options.log_json,
         tracing=_tracing(options),
-        parsers=ParserNames(options.tool_parser, options.reasoning_parser),
+        parsers=ParserNames(options.tool_parser, options.reasoning_parser, options.special_tokens_in_chats),
         id_mark="" if options.server_number is None else f"{options.server_number:04x}",
         starts_alone=options.listen_fd is None,
         chat_template_path=_text(options.chat_template),

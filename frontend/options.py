@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.frontend.settings import EngineView, ReasoningParserName, TenantBy, ToolParserName
+from penstock.frontend.settings import ClientTokens, EngineView, ReasoningParserName, TenantBy, ToolParserName
 from penstock.process.options import ByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
@@ -44,7 +44,7 @@ def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
 
 _GROUPS = {
     "Used most": "host port workers api_key",
-    "Model and weights": "tool_parser reasoning_parser chat_template",
+    "Model and weights": "tool_parser reasoning_parser chat_template special_tokens_in_chats",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
     "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
@@ -176,6 +176,10 @@ class FrontendOptions:
 
     chat_template: Path | None = None
     """File with a chat template in Jinja, instead of the model's own. For the model that generates text."""
+
+    special_tokens_in_chats: ClientTokens = "text"
+    """What a client's <|im_end|> or another special token is in a chat's messages, tools and documents: text, or the
+    token, with which a text can end its message and begin another role's."""
 
     strict: bool = False
     """Refuse requests with unknown fields, which are otherwise ignored."""

@@ -29,6 +29,7 @@ ToolParserName = Literal[
     "qwen3_coder",
 ]
 EngineView = Literal["all", "own"]
+ClientTokens = Literal["text", "tokens"]
 TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "gemma", "granite", "harmony", "mistral", "think"]
 
@@ -56,10 +57,12 @@ class WorkerLimits:
 
 
 class ParserNames(Struct, frozen=True):
-    """Which parsers read the model's reasoning and tool calls; auto chooses by its chat template."""
+    """Which parsers read the model's reasoning and tool calls, and clients' special tokens. auto chooses by the chat
+    template."""
 
     tools: ToolParserName = "auto"
     reasoning: ReasoningParserName = "auto"
+    special_tokens: ClientTokens = "text"
 
 
 class AccessSettings(Struct, frozen=True):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.completion import CompletionBody
     from penstock.frontend.schemas.decoding import AnsweredBody
+    from penstock.frontend.text.spellings import MarkedText
     from penstock.shm.messages import ModelCard
 
 PIECE_TOKENS = 1 << 16
@@ -23,17 +24,18 @@ PIECE_TOKENS = 1 << 16
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
     """Return the token ids of a chat by the model's template. A long one is rendered in a thread. Raises ApiError."""
-    text = await render_text(body, served, is_long=is_long)
-    add_special_tokens = body.add_special_tokens is True  # templates write their own
-    return (await _encode(body, "messages", [text], served, add_special_tokens=add_special_tokens))[0]
+    prompt = await render_text(body, served, is_long=is_long)
+    add_special = body.add_special_tokens is True  # templates write their own
+    texts = [prompt.text]
+    return (await _encode(body, "messages", texts, served, add_special_tokens=add_special, mark=prompt.mark))[0]
 
 
-async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> str:
+async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> MarkedText:
     """Return the prompt's text by the model's template. Raises ApiError.
 
     A long one is rendered in a thread of the template's own, and one that turns out to take long.
     """
-    template = served.tokenizer.chat_template
+    template, spellings = served.tokenizer.chat_template, served.spellings
     if template is None:
         raise ApiError(
             ErrorKind.TEMPLATE_REFUSED,
@@ -43,8 +45,10 @@ async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
     try:
         if not is_long:
             with contextlib.suppress(TooMuchWorkError):
-                return template.render(body, INLINE)
-        return await asyncio.get_running_loop().run_in_executor(template.thread, template.render, body)
+                return template.render_marked(body, spellings, INLINE)
+        return await asyncio.get_running_loop().run_in_executor(
+            template.thread, template.render_marked, body, spellings
+        )
     except TemplateRefusedError as error:
         message = f"messages: the model's chat template refuses them: {error}"
         raise ApiError(ErrorKind.TEMPLATE_REFUSED, message, param="messages") from None
@@ -68,7 +72,13 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
 
 
 async def _encode(
-    body: AnsweredBody, field: str, texts: list[str], served: ServedModel, *, add_special_tokens: bool
+    body: AnsweredBody,
+    field: str,
+    texts: list[str],
+    served: ServedModel,
+    *,
+    add_special_tokens: bool,
+    mark: str = "",
 ) -> list[list[int]]:
     limit = served.card.max_context_tokens
     for text in texts if body.truncate_prompt_tokens is None else ():
@@ -76,7 +86,7 @@ async def _encode(
         if least > limit:
             message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
             raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
-    return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+    return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens, mark=mark)
 
 
 def truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[int]:

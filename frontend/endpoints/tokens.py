@@ -82,7 +82,7 @@ async def apply_template(exchange: Exchange, context: EndpointContext) -> None:
     """POST /apply-template: a chat request's prompt as text. Raises ApiError, ClientGoneError."""
     body, served, _ = await context.receive(exchange, decode_chat, model_of=lambda body: body.model)
     async with exchange.cancelled_on_disconnect():
-        text = await render_text(body, served, is_long=True)
+        text = (await render_text(body, served, is_long=True)).plain
         await exchange.respond(200, await run_sized(len(text), msgspec.json.encode, {"prompt": text}))
 
 

@@ -11,6 +11,7 @@ import datetime
 import json
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
@@ -18,8 +19,9 @@ import jinja2
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, OverBudget, Refused, RenderBudget, RenderLimits
+from penstock.frontend.text.spellings import NO_SPELLINGS
 from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
-from penstock.frontend.transport.errors import invalid
+from penstock.frontend.transport.errors import ApiError, invalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from penstock.frontend.schemas.chat import ChatTool, MessageToolCall
     from penstock.frontend.text.bounded_operations import BoundedContext
+    from penstock.frontend.text.spellings import MarkedText, Spellings
 
 
 _MAX_TIME_FORMAT = 100
@@ -98,21 +101,31 @@ class ChatTemplate:
 
         Raises TemplateRefusedError, ApiError.
         """
+        return self.render_marked(body, NO_SPELLINGS, limits).text
+
+    def render_marked(self, body: ChatBody, spellings: Spellings, limits: RenderLimits = FULL) -> MarkedText:
+        """Render; what the client spells is marked. Raises TemplateRefusedError, ApiError."""
         fixed = {
-            **self._special_tokens,
             "tools": [_tool_description(tool) for tool in body.offered_tools] or None,
             "documents": body.documents,
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
         template = self._tool_template if body.offered_tools else self._template
-        variables = {**_variables(body, {"messages": None, **fixed}), **fixed}
+        variables = {**_variables(body, {"messages": None, **self._special_tokens, **fixed}), **fixed}
+
+        def attempt(*, text_arguments: bool) -> MarkedText:
+            given = variables | {"messages": self._messages(body, text_arguments=text_arguments)}
+            given, mark = spellings.mark(given, continues=body.continue_final_message is True)
+            return spellings.settle(_render(template, given | self._special_tokens, limits), mark)
+
         try:
             try:
-                text = _render(template, variables | {"messages": self._messages(body)}, limits)
+                prompt = attempt(text_arguments=False)
             except TypeError:
                 # Some templates, such as DeepSeek's, concatenate the arguments of calls: those need a text.
-                messages = self._messages(body, text_arguments=True)
-                text = _render(template, variables | {"messages": messages}, limits)
+                prompt = attempt(text_arguments=True)
+        except ApiError:
+            raise
         except _TemplateRaised as error:
             raise TemplateRefusedError(str(error.message)[:_MAX_REASON]) from None
         except (OverBudget, Refused) as error:
@@ -122,7 +135,17 @@ class ChatTemplate:
             raise TemplateRefusedError(
                 f"line {line}: it cannot render these messages ({type(error).__name__})"
             ) from None
-        return _cut(text, str(body.messages[-1].content)) if body.continue_final_message else text
+        if not body.continue_final_message:
+            return prompt
+        return replace(prompt, text=_cut(prompt.text, str(body.messages[-1].content)))
+
+    def takes_apart(self, text: str) -> bool:
+        """Whether the template looks for the text in an assistant's message, as for the end of reasoning."""
+        if text not in self.source and text not in self.tool_source:
+            return False
+        question, shown = ChatMessage("user", "Hello"), f"Well{text}Now"
+        rendered = self._rendered_or_none(ChatBody(messages=[question, ChatMessage("assistant", shown), question]))
+        return rendered is not None and shown not in rendered
 
     def _rendered_or_none(self, body: ChatBody) -> str | None:
         try:

@@ -15,6 +15,7 @@ import msgspec
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
+from penstock.frontend.text.spellings import Spellings
 from penstock.frontend.text.token_bytes import TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
@@ -55,6 +56,9 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
+        special = [token.content for token in added.values() if token.special]
+        own = [text for text in special if chat_template is not None and chat_template.takes_apart(text)]
+        self.spellings = Spellings(special, own)
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
@@ -94,21 +98,32 @@ class ModelTokenizer:
         """Return a lower bound of a text's tokens from its length alone: a cheap test of whether it can fit."""
         return len(text) // self._most_characters_per_token
 
-    async def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def encode(self, texts: list[str], *, add_special_tokens: bool, mark: str = "") -> list[list[int]]:
         """Return the token ids of each text.
 
-        add_special_tokens is for plain prompts; chat templates write their own special tokens.
+        add_special_tokens is for plain prompts; chat templates write their own special tokens. mark is the mark of
+        texts that are marked.
         """
         num_characters = sum(map(len, texts))
         if num_characters <= _INLINE_CHARACTERS:
-            return self._encode(texts, add_special_tokens)
+            return self._encode(texts, add_special_tokens, mark)
         executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens)
+        return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens, mark)
 
-    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: list[str], add_special_tokens: bool, mark: str = "") -> list[list[int]]:
         # encode() holds the GIL; the batch call releases it.
         with _splitting(texts):
+            if mark:  # dropped by the places of tokens, which the fast call does not report
+                encodings = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+                return [
+                    [
+                        token_id
+                        for token_id, (a, b) in zip(encoding.ids, encoding.offsets, strict=True)
+                        if text[a:b] != mark
+                    ]
+                    for text, encoding in zip(texts, encodings, strict=True)
+                ]
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 

@@ -18,6 +18,7 @@ from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_mo
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles
+from penstock.frontend.text.spellings import NO_SPELLINGS, Spellings
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.text.turn_ends import find_turn_ends
 from penstock.shm.memory.model_table import ModelState
@@ -50,6 +51,13 @@ class ServedModel:
     id_mark: str = ""
     turn_end_ids: tuple[int, ...] = ()
     """End tokens that the chat template shows and the model's files do not name."""
+    reads_special_tokens: bool = False
+    """Whether special tokens that a client spells in a chat are these tokens."""
+
+    @property
+    def spellings(self) -> Spellings:
+        """The texts of special tokens that stay texts in a chat."""
+        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -129,7 +137,8 @@ class ModelKeeper:
         pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
         syntax = model_syntax_of(tokenizer, self._parsers)
         ends = find_unnamed_ends(card.eos_token_ids, tokenizer) if card.generates else ()
-        return ServedModel(card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends)
+        reads_special = self._parsers.special_tokens == "tokens"
+        return ServedModel(card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends, reads_special)
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()
