@@ -17,6 +17,7 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
 )
 from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.text.render_budget import INLINE
 
 if TYPE_CHECKING:
     from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -91,6 +92,6 @@ def _render(tokenizer: ModelTokenizer, messages: list[ChatMessage]) -> str:
     if template is None or (has_several and not template.traits.takes_calls_together):
         return ""
     try:
-        return template.render(body)
+        return template.render(body, INLINE)
     except TemplateRefusedError:
         return ""
