@@ -1,8 +1,13 @@
 """Errors that an operator can fix. They are printed as one line, never with a traceback."""
 
+from penstock.process.failure import one_line
+
 
 class StartupError(Exception):
     """The backend cannot start with these options. The message names the value, the limit and what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class NoRoomBeside(StartupError):

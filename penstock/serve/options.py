@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -245,6 +246,22 @@ def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
         )
         for number in range(2, options.num_replicas + 1)
     }
+
+
+def frontend_options(options: ServeOptions, backends: Mapping[str, BackendOptions]) -> FrontendOptions:
+    """Return the options of a frontend for the backends of `backend_options`."""
+
+    def socket_of(name: str, otherwise: Path | None) -> Path | None:
+        return backends[name].socket if name in backends else otherwise
+
+    replicas = tuple(backend.socket for backend in replica_options(options).values())
+    return dataclasses.replace(
+        select_options(options, FrontendOptions),
+        replica_socket=(*options.replica_socket, *replicas),
+        model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.has_names),
+        embedding_socket=socket_of("embedding backend", options.embedding_socket),
+        rerank_socket=socket_of("rerank backend", options.rerank_socket),
+    )
 
 
 def _check_devices(options: ServeOptions) -> None:
