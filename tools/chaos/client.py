@@ -119,6 +119,8 @@ class _Seen:
     choices: dict[int, _Partial] = field(default_factory=dict)
     usage: _Usage | None = None
     fault: str = ""
+    code: str = ""
+    """The code of an error event."""
     num_events: int = 0
     is_done: bool = False
 
@@ -133,7 +135,8 @@ class _Seen:
             return
         told = body.error or (body.response.error if body.response is not None else None)
         if told is not None:
-            self.fault = self.fault or f"error event {told.code or told.type}: {told.message[:200]}"
+            self.code = self.code or told.code or told.type
+            self.fault = self.fault or f"error event {self.code}: {told.message[:200]}"
         self.usage = body.usage or self.usage
         self.num_events += 1
         if body.type or body.output:
@@ -200,6 +203,8 @@ class ChaosClient:
             raise ValueError(f"{recipe.name}: status {reply.status}: {reply.body[:300].decode(errors='replace')}")
         if not (is_stream and recipe.can_stream):
             seen.take(reply.body)
+        if seen.code:
+            return Answer((), refusal=(reply.status, seen.code))
         if seen.fault:
             raise ValueError(f"{recipe.name}: {seen.fault}")
         return seen.answer(recipe)
@@ -235,7 +240,7 @@ class ChaosClient:
         except ConnectionBroken as error:
             # No worker had a connection that was never made.
             is_broken, seen.fault = connection is not None, seen.fault or str(error)
-        code = ""
+        code = seen.code
         if reply.status == 200 and not seen.num_events and not is_dropped:
             seen.take(reply.body)
         elif reply.status not in (0, 200):

@@ -40,7 +40,7 @@ class Answer:
     """Tokens by the usage; 0 without a usage."""
     has_token_ids: bool = True
     refusal: tuple[int, str] | None = None
-    """Status and code of the error, if that is the answer."""
+    """Status and code of the error, if that is the answer. A stream that has begun has the code in an event."""
 
     @property
     def received_tokens(self) -> int:
@@ -116,7 +116,7 @@ NEEDS_RETRY_AFTER = frozenset({429, 503, 529})
 
 def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
     """Say where an answer departs from the right one; empty if it does not. A part must be a beginning of it."""
-    if is_whole and got.refusal != right.refusal:
+    if is_whole and (got.refusal or ("",))[-1] != (right.refusal or ("",))[-1]:
         return f"{got.refusal or 'an answer'} instead of {right.refusal or 'an answer'}"
     if is_whole and len(got.choices) != len(right.choices):
         return f"{len(got.choices)} choices instead of {len(right.choices)}"
@@ -208,11 +208,14 @@ class Ledger:
             return EndKind.DROPPED
         if ending.is_broken and any(kill.explains(ending) for kill in self._kills):
             return self._judge_cut(ending)
+        if right.refusal is not None and ending.code == right.refusal[1]:
+            self.refusals[f"{ending.status} {ending.code}"] += 1
+            return EndKind.REFUSED
         if ending.fault:
             self.imbalance("a request failed", f"{name}: {ending.fault}")
             return EndKind.FAILED
         if ending.status != 200:
-            return self._judge_refusal(ending, right, allowance)
+            return self._judge_refusal(ending, allowance)
         return EndKind.COMPLETE
 
     def _judge_cut(self, ending: Ending) -> EndKind:
@@ -224,11 +227,9 @@ class Ledger:
         self.imbalance("more requests were cut than a killed worker had connections", f"request {ending.index}")
         return EndKind.FAILED
 
-    def _judge_refusal(self, ending: Ending, right: Answer, allowance: Allowance) -> EndKind:
+    def _judge_refusal(self, ending: Ending, allowance: Allowance) -> EndKind:
         refusal = f"{ending.status} {ending.code}".strip()
         self.refusals[refusal] += 1
-        if (ending.status, ending.code) == right.refusal:
-            return EndKind.REFUSED
         name = f"request {ending.index}: {refusal}"
         if ending.status in NEEDS_RETRY_AFTER and not ending.has_retry_after:
             self.imbalance("a refusal has no Retry-After", name)

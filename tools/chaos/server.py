@@ -33,6 +33,7 @@ _MODULES = {
     "penstock.frontend.main": "frontend",
     "penstock.frontend.worker": "worker",
     "penstock.backend.structured_output.compile_child": ELASTIC_ROLE,
+    "penstock.serve.sleeping_models.sizes": "estimate of sizes",
 }
 _DECIDED = ("host", "port", "socket", "uds", "listen_fd", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile")
 _IN_FLIGHT_OF_LIMITED = 12

@@ -41,7 +41,9 @@ from penstock.backend.start.startup import (
 from penstock.process.children import stop_with_parent
 from penstock.serve.model_texts import why_unusable
 
-TIME_LIMIT_S = 20.0
+CPU_LIMIT_S = 20
+TIME_LIMIT_S = 120.0
+"""By the clock, for a load that waits; machines that run this are busy."""
 MAX_ADDRESS_BYTES = 2 << 30
 """Address space that a load may take besides what is mapped before."""
 _KV_BYTES = 1 << 20
@@ -97,6 +99,7 @@ def _load_in_child(model: Path, adapter: Path | None, answer_fd: int, errors_fd:
     os.dup2(errors_fd, 2)
     before_bytes, status, told = _resident_bytes("VmRSS:"), 0, ""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
     resource.setrlimit(resource.RLIMIT_AS, (limit := _resident_bytes("VmSize:") + MAX_ADDRESS_BYTES, limit))
     try:
         load(model, adapter)

@@ -169,7 +169,12 @@ _NESTED: dict[str, Any] = {"type": "Lowercase"}
 for _ in range(100):
     _NESTED = {"type": "Sequence", "normalizers": [_NESTED]}
 _CHAR_MAP = {"type": "Precompiled", "precompiled_charsmap": "////"}
-_PADDING = {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None, "pad_token": "x"}
+_PADDING: dict[str, Any] = {
+    "strategy": {"Fixed": 10**12},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_token": "x",
+}
 _PADDING |= {"pad_id": 0, "pad_type_id": 0}
 _HUGE_ID = {"id": 2**32 - 1, "content": "<|x|>", "special": True}
 _LOOP = "{% for a in range(99999) %}"
