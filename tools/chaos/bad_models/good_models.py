@@ -5,90 +5,76 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
-from penstock.tools.chaos.bad_models.gguf_file import GgufFile, TensorInfo
 from penstock.tools.random_model import ModelDims, write_random_model
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+CONFIG, WEIGHTS, TOKENIZER, GGUF = "config.json", "model.safetensors", "tokenizer.json", "model.gguf"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
-GGUF = "model.gguf"
 
-_DIMS = ModelDims(
+_LLAMA = ModelDims(
     hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=256, vocab_size=512, max_context=128, dtype="fp32"
 )
+_BERT = ModelDims(hidden_size=64, layers=1, heads=2, intermediate_size=64, vocab_size=512, architecture="bert")
 _GROUP = 32
-_BLOCK_BYTE = b"\x11"
-"""Blocks of this byte have small finite scales in all types of GGML."""
-
 Tensors = dict[str, Tensor]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class GoodModel:
-    """The files of a model by name. One with an adapter has it in a folder of its own; a GGUF model is one file."""
+    """The files of a model by name: a directory, perhaps with an adapter in it, or one GGUF file."""
 
     name: str
     files: dict[str, bytes]
-    gguf: GgufFile | None = None
-    targets: list[str] = field(default_factory=list)
-    """Files that are damaged; by default all."""
-
-    def __post_init__(self) -> None:
-        self.targets = self.targets or list(self.files) or [GGUF]
+    targets: tuple[str, ...]
+    """Files that are damaged."""
 
 
 def make_good_models() -> list[GoodModel]:
-    plain = _random_model(_DIMS)
-    encoder = _random_model(ModelDims(**vars(_DIMS) | {"architecture": "bert", "layers": 1}))
-    models = [GoodModel("llama", plain), GoodModel("bert", encoder), GoodModel("gguf", {}, _as_gguf(plain))]
-    adapter = plain | _adapter(load(plain[WEIGHTS]))
-    models.append(GoodModel("lora", adapter, targets=[ADAPTER_CONFIG, ADAPTER_WEIGHTS]))
-    for method, (config, quantize) in _QUANTIZED.items():
-        models.append(GoodModel(method, _quantized(plain, config, quantize), targets=[CONFIG, WEIGHTS]))
-    return models
+    plain, encoder = _random_model(_LLAMA), _random_model(_BERT)
+    models = [GoodModel("llama", plain, tuple(plain)), GoodModel("bert", encoder, tuple(encoder))]
+    models.append(GoodModel("gguf", {GGUF: _as_gguf(plain)}, (GGUF,)))
+    models.append(GoodModel("lora", plain | _adapter(plain), (ADAPTER_CONFIG, ADAPTER_WEIGHTS)))
+    quantized = ((name, _quantized(plain, *how)) for name, how in _QUANTIZED.items())
+    return models + [GoodModel(name, files, (CONFIG, WEIGHTS)) for name, files in quantized]
 
 
 def _random_model(dims: ModelDims) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as folder:
-        out = Path(folder, "model")
-        write_random_model(out, dims)
+        write_random_model(out := Path(folder, "model"), dims)
         return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def _linears(tensors: Tensors) -> list[str]:
-    return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+def _linears(tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """Name → outputs and inputs."""
+    return {name[:-7]: (len(x), x.shape[1]) for name, x in tensors.items() if name.endswith("_proj.weight")}
 
 
-def _adapter(tensors: Tensors) -> dict[str, bytes]:
-    rank = 4
-    parts: Tensors = {}
-    for name in _linears(tensors):
-        outputs, inputs = tensors[f"{name}.weight"].shape
+def _adapter(plain: dict[str, bytes]) -> dict[str, bytes]:
+    rank, linears, parts = 4, _linears(load(plain[WEIGHTS])), {}
+    for name, (outputs, inputs) in linears.items():
         parts[f"base_model.model.{name}.lora_A.weight"] = torch.full((rank, inputs), 0.01)
         parts[f"base_model.model.{name}.lora_B.weight"] = torch.full((outputs, rank), 0.01)
-    modules = sorted({name.rpartition(".")[2] for name in _linears(tensors)})
+    modules = sorted({name.rpartition(".")[2] for name in linears})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": modules, "bias": "none"}
     return {ADAPTER_CONFIG: json.dumps(config).encode(), ADAPTER_WEIGHTS: save(parts)}
-
-
-# ---- Quantised layouts; the numbers do not matter ----
 
 
 def _quantized(
     plain: dict[str, bytes], config: dict[str, Any], quantize: Callable[[int, int], Tensors]
 ) -> dict[str, bytes]:
     tensors = load(plain[WEIGHTS])
-    for name in _linears(tensors):
-        parts = quantize(*tensors.pop(f"{name}.weight").shape)
-        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    for name, shape in _linears(tensors).items():
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{part}": tensor for part, tensor in quantize(*shape).items()}
     settings = json.loads(plain[CONFIG]) | {"quantization_config": config}
     return plain | {CONFIG: json.dumps(settings).encode(), WEIGHTS: save(tensors)}
 
@@ -102,18 +88,15 @@ def _halves(*shape: int) -> Tensor:
 
 
 def _gptq(outputs: int, inputs: int) -> Tensors:
-    groups = inputs // _GROUP
-    return {
-        "qweight": _words(inputs // 8, outputs),
-        "qzeros": _words(groups, outputs // 8),
-        "scales": _halves(groups, outputs),
-        "g_idx": torch.arange(inputs, dtype=torch.int32) // _GROUP,
-    }
+    groups, index = inputs // _GROUP, torch.arange(inputs, dtype=torch.int32) // _GROUP
+    values = {"qweight": _words(inputs // 8, outputs), "qzeros": _words(groups, outputs // 8)}
+    return values | {"scales": _halves(groups, outputs), "g_idx": index}
 
 
 def _awq(outputs: int, inputs: int) -> Tensors:
-    parts = _gptq(outputs, inputs)
-    return {"qweight": _words(inputs, outputs // 8), "qzeros": parts["qzeros"], "scales": parts["scales"]}
+    groups = inputs // _GROUP
+    values = {"qweight": _words(inputs, outputs // 8), "qzeros": _words(groups, outputs // 8)}
+    return values | {"scales": _halves(groups, outputs)}
 
 
 def _fp8(outputs: int, inputs: int) -> Tensors:
@@ -121,101 +104,69 @@ def _fp8(outputs: int, inputs: int) -> Tensors:
 
 
 def _packed(outputs: int, inputs: int) -> Tensors:
-    return {
-        "weight_packed": _words(outputs, inputs // 8),
-        "weight_scale": _halves(outputs, inputs // _GROUP),
-        "weight_shape": torch.tensor([outputs, inputs]),
-    }
+    values = {"weight_packed": _words(outputs, inputs // 8), "weight_scale": _halves(outputs, inputs // _GROUP)}
+    return values | {"weight_shape": torch.tensor([outputs, inputs])}
 
 
 def _nf4(outputs: int, inputs: int) -> Tensors:
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
-    note = bytearray(json.dumps(state).encode())
+    note = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
     return {
         "weight": torch.full((outputs * inputs // 2, 1), 0x11, dtype=torch.uint8),
         "weight.absmax": torch.full((outputs * inputs // 64,), 0.01),
         "weight.quant_map": torch.linspace(-1, 1, 16),
-        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(note, dtype=torch.uint8),
+        "weight.quant_state.bitsandbytes__nf4": note,
     }
 
 
-_PACKED_WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": _GROUP}
+_GROUPS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}}, "ignore": ["lm_head"]}
 _QUANTIZED: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors]]] = {
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True}, _gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm", "zero_point": True}, _awq),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}, _fp8),
-    "compressed-tensors": (
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _PACKED_WEIGHTS}},
-            "ignore": ["lm_head"],
-        },
-        _packed,
-    ),
+    "compressed": ({"quant_method": "compressed-tensors", "format": "pack-quantized"} | _GROUPS, _packed),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
 }
 
-
-# ---- GGUF ----
-
-_GGUF_NAMES = {
-    "model.embed_tokens": ("token_embd", "Q8_0"),
-    "model.norm": ("output_norm", "F32"),
-    "input_layernorm": ("attn_norm", "F32"),
-    "post_attention_layernorm": ("ffn_norm", "F32"),
-    "self_attn.q_proj": ("attn_q", "Q4_0"),
-    "self_attn.k_proj": ("attn_k", "Q4_1"),
-    "self_attn.v_proj": ("attn_v", "Q5_0"),
-    "self_attn.o_proj": ("attn_output", "F16"),
-    "mlp.gate_proj": ("ffn_gate", "Q5_1"),
-    "mlp.up_proj": ("ffn_up", "BF16"),
-    "mlp.down_proj": ("ffn_down", "Q4_K"),
-}
-"""Name in the checkpoint → name in GGUF, and the type that the tensor gets."""
-_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_GGUF_TYPES = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": "Q5_0", "ffn_gate": "Q5_1", "ffn_down": "Q4_K"}
+"""Types of some matrices; those of the others are Q8_0."""
 
 
-def _as_gguf(plain: dict[str, bytes]) -> GgufFile:
-    """The model with the same dimensions and vocabulary; its weights are blocks of one byte."""
+def _as_gguf(plain: dict[str, bytes]) -> bytes:
+    """The model with the same dimensions and vocabulary. Its blocks are one byte again and again, which makes small
+    finite scales in all types."""
     model = json.loads(plain[TOKENIZER])["model"]
     tokens = sorted(model["vocab"], key=lambda token: int(model["vocab"][token]))
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    file = GgufFile()
-    file.add("general.architecture", "llama")
-    for key, number in {
-        "context_length": _DIMS.max_context,
-        "embedding_length": _DIMS.hidden_size,
-        "block_count": _DIMS.layers,
-        "feed_forward_length": _DIMS.intermediate_size,
-        "attention.head_count": _DIMS.heads,
-        "attention.head_count_kv": _DIMS.kv_heads,
-        "attention.key_length": _DIMS.hidden_size // _DIMS.heads,
-        "rope.dimension_count": _DIMS.hidden_size // _DIMS.heads,
-        "vocab_size": _DIMS.vocab_size,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10_000.0,
-    }.items():
-        file.add(f"llama.{key}", number)
-    for key, value in {
-        "model": "gpt2",
-        "pre": "llama-bpe",
-        "tokens": tokens,
-        "token_type": [3 if token.startswith("<|") else 1 for token in tokens],
-        "merges": merges,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }.items():
-        file.add(f"tokenizer.ggml.{key}", value)
-    file.add("tokenizer.chat_template", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    for name, tensor in load(plain[WEIGHTS]).items():
-        layer, _, part = name.removeprefix("model.layers.").partition(".")
-        is_layer = layer.isdecimal()
-        own, type_name = _GGUF_NAMES[(part if is_layer else name).removesuffix(".weight")]
-        full = f"blk.{layer}.{own}.weight" if is_layer else f"{own}.weight"
-        if type_name in _FLOAT_BYTES:
-            num_bytes = tensor.numel() * _FLOAT_BYTES[type_name]
-        else:
-            num_bytes = tensor.numel() // BLOCK_TYPES[type_name].values * BLOCK_TYPES[type_name].num_bytes
-        file.add_tensor(TensorInfo(full, list(reversed(tensor.shape)), type_name), _BLOCK_BYTE * num_bytes)
-    return file
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, _LLAMA.layers)
+    with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as folder:
+        writer = gguf.GGUFWriter(path := Path(folder, GGUF), "llama")
+        writer.add_context_length(_LLAMA.max_context)
+        writer.add_embedding_length(_LLAMA.hidden_size)
+        writer.add_block_count(_LLAMA.layers)
+        writer.add_feed_forward_length(_LLAMA.intermediate_size)
+        writer.add_head_count(_LLAMA.heads)
+        writer.add_head_count_kv(_LLAMA.kv_heads)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10_000.0)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("llama-bpe")
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+        writer.add_eos_token_id(0)
+        writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+        for name, tensor in load(plain[WEIGHTS]).items():
+            full = names.get_name(name, try_suffixes=(".weight",))
+            if tensor.dim() == 1:
+                writer.add_tensor(full, tensor.numpy())
+                continue
+            kind = gguf.GGMLQuantizationType[_GGUF_TYPES.get(full.split(".")[-2], "Q8_0")]
+            values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+            blocks = np.full((len(tensor), tensor.shape[1] // values * num_bytes), 0x11, np.uint8)
+            writer.add_tensor(full, blocks, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path.read_bytes()

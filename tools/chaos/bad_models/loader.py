@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -119,7 +120,7 @@ def load_apart(model: Path, adapter: Path | None) -> Verdict:
             try:
                 _load_in_child(model, adapter, answer_write, errors.fileno())
             except BaseException:  # noqa: BLE001 - a library's panic is no Exception; the status tells of it
-                sys.excepthook(*sys.exc_info())
+                os.write(2, traceback.format_exc().encode(errors="replace"))
                 os._exit(2)
             os._exit(0)
         os.close(answer_write)
