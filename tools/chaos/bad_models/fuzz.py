@@ -40,7 +40,8 @@ class FuzzOutcome:
 
     def tables(self) -> str:
         """The outcome as Markdown."""
-        rows = [f"| {name} | {count:,} |" for name, count in sorted(self.counts.items())]
+        rows = [f"| loaded | {self.counts.total():,} |"]
+        rows += [f"| {name} | {count:,} |" for name, count in sorted(self.counts.items())]
         rows += [f"| longest load | {self.longest_s:.1f} s |", f"| most memory | {self.largest_bytes >> 20} MiB |"]
         faults = "".join(f"* {fault}\n" for fault in self.faults) or "**Every file was refused in one line, or ran.**\n"
         return "| damaged models |  |\n|---|--:|\n" + "\n".join(rows) + f"\n\n{faults}"
@@ -90,13 +91,13 @@ def make_models_dir(folder: Path, count: int, seed: int) -> Path:
 def fuzz(count: int, seed: int, lasts_s: float, keep: Path | None, say: Callable[[str], None]) -> FuzzOutcome:
     """Load count damaged models, or as many as the time allows. The bad ones stay in keep. Raises ChaosError."""
     outcome = FuzzOutcome()
-    deadline_s = time.monotonic() + lasts_s
     models = make_good_models()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-chaos-")))
         loaders: queue.SimpleQueue[Child] = queue.SimpleQueue()
         for _ in range(_NUM_LOADERS):
             loaders.put(_start_loader(stack))
+        deadline_s = time.monotonic() + lasts_s
 
         def run(index: int) -> tuple[Sample, Verdict] | None:
             if time.monotonic() > deadline_s:
