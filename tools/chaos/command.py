@@ -36,7 +36,7 @@ _BEHIND = {"none": (), "haproxy": ("haproxy",), "nginx": ("nginx",), "both": ("h
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ChaosOptions:
-    """Attack a server, and check its books."""
+    """Attack a server and check its books, or load damaged models."""
 
     url: str | None = None
     """Your own server, such as http://127.0.0.1:8000, which nobody else uses meanwhile. Only what a client can do is
@@ -49,8 +49,8 @@ class ChaosOptions:
 
     start: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """Options of `penstock serve`, in one argument: the server is started, and its processes are killed, stopped and
-    restarted too. Default, without --url: two workers, and the fake
-    pass with steps of 4 ms."""
+    restarted, and its backends upgraded, too. Default, without --url: two workers, and the fake pass with steps of
+    4 ms."""
 
     minutes: Annotated[float, Parameter(validator=Number(gt=0, lte=1440))] = 1.0
     """How long it lasts, besides the start and the last checks."""
@@ -86,7 +86,8 @@ class ChaosOptions:
     """Any request may be refused with 429 or 503 and Retry-After. Otherwise only floods and a key with limits may."""
 
     keep_logs: Path | None = None
-    """New folder for the logs of the server that is started. Default: a temporary one, which is removed."""
+    """New folder for the logs of the server that is started, or for damaged models that did harm. Default: a temporary
+    one, which is removed."""
 
     report: Path | None = None
     """File for the report: JSON if its name ends so, else Markdown."""
