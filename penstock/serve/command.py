@@ -49,7 +49,7 @@ from penstock.serve.sleeping_models.sleepers import Sleepers
 from penstock.serve.upgrade.control import ControlSocket
 from penstock.serve.upgrade.succession import Running, Upgrades
 from penstock.serve.welcome import ShownModel, Use, Welcome
-from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
+from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free, remove_unserved
 
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
@@ -143,7 +143,7 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
 def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     """Hold the backend's socket path. Exits with one line if another backend serves it.
 
-    A private path leaves no files behind.
+    A private path leaves no files behind, another one only its lock.
     """
     try:
         check_free(path)
@@ -155,6 +155,9 @@ def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     finally:
         if is_private:
             _remove_socket(path)
+        else:
+            with contextlib.suppress(CannotListen):  # it is another server's, or this server never began
+                remove_unserved(path)
 
 
 def _remove_leftovers(directory: Path) -> None:

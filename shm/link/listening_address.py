@@ -100,7 +100,7 @@ class ListeningAddress:
     def listen(self, listener: socket.socket) -> None:
         """Let the socket listen at the path. Raises CannotListen."""
         try:
-            self._unlink(self._name)  # this process holds the lock, so an existing socket is a dead backend's
+            self.remove()  # an existing socket is a dead backend's
             self._bind(listener, self._name)
             self._inode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino
             listener.listen(_BACKLOG)
@@ -112,6 +112,10 @@ class ListeningAddress:
         with contextlib.suppress(FileNotFoundError):
             if os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino == self._inode:
                 self._unlink(self._name)
+
+    def remove(self) -> None:
+        """Remove whatever socket is at the path: this process holds the lock. Raises OSError."""
+        self._unlink(self._name)
 
     def unnamed_listener(self) -> tuple[socket.socket, int]:
         """Return a stream socket that listens and has no name, and an fd (O_PATH) for `connectable_path`.
@@ -163,6 +167,16 @@ def take_over(path: Path, new_path: Path) -> None:
     """
     os.rename(new_path, path)
     os.rename(new_path.with_name(new_path.name + LOCK_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
+
+
+def remove_unserved(path: Path) -> None:
+    """Remove a socket that no backend serves any more. One that took the path over did not know its name.
+
+    Raises CannotListen.
+    """
+    address = ListeningAddress(path)
+    address.remove()
+    address.close()
 
 
 def holder_pid(path: Path) -> int | None:

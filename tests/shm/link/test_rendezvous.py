@@ -17,7 +17,14 @@ import pytest
 
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.join import Invitation, Refused, join
-from penstock.shm.link.listening_address import MAX_NAME_BYTES, AddressInUse, CannotListen, ListeningAddress
+from penstock.shm.link.listening_address import (
+    MAX_NAME_BYTES,
+    AddressInUse,
+    CannotListen,
+    ListeningAddress,
+    remove_unserved,
+    take_over,
+)
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import (
@@ -194,6 +201,18 @@ def test_socket_of_a_killed_backend_is_reused(socket_path: Path) -> None:
         backend.kill()
         assert socket_path.is_socket()
         Rendezvous(socket_path).close()
+
+
+def test_socket_of_a_backend_that_took_the_path_over_is_removed_when_it_has_ended(socket_path: Path) -> None:
+    next_path = socket_path.with_name("next.sock")
+    rendezvous = Rendezvous(next_path)
+    take_over(socket_path, next_path)
+    with pytest.raises(AddressInUse):
+        remove_unserved(socket_path)
+    rendezvous.close()
+    assert socket_path.is_socket()  # it knew another name
+    remove_unserved(socket_path)
+    assert not socket_path.exists()
 
 
 def test_file_that_is_not_a_socket_is_never_removed(socket_path: Path) -> None:
