@@ -25,7 +25,7 @@ from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
-from penstock.backend.forward_pass.extensions import IHeldWeights
+from penstock.backend.forward_pass.extensions import ISharedWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
@@ -34,7 +34,7 @@ from penstock.backend.kv_cache.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
-from penstock.backend.passes.held_weights.watch import WeightWatch
+from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
@@ -47,7 +47,7 @@ from penstock.backend.start.startup import (
     check_memory,
     check_room_beside,
     describe_pass,
-    find_held_bytes,
+    find_shared_bytes,
     locate_config,
     locate_model,
     named_adapters,
@@ -199,13 +199,13 @@ def _measure_memory(
     config_dir: Path,
     settings: PassOptions,
 ) -> MemoryInfo:
-    """Return the free memory for the plan. Held weights that the pass will only map count as free: the plan contains
+    """Return the free memory for the plan. Shared weights that the pass will only map count as free: the plan contains
     them."""
     # A dry run may plan for a GPU that this machine does not have. Only an automatic budget asks the device.
     asks_device = not options.dry_run or (bool(spec.kv_bytes_per_token) and not isinstance(options.kv_budget, int))
-    held_bytes = find_held_bytes(pass_class, config_dir, settings)
+    shared_bytes = find_shared_bytes(pass_class, config_dir, settings)
     memory = device_memory(settings.device) if asks_device else MemoryInfo(0, 0, settings.device)
-    return replace(memory, free_bytes=memory.free_bytes + held_bytes)
+    return replace(memory, free_bytes=memory.free_bytes + shared_bytes)
 
 
 def _names(options: BackendOptions, spec: PassSpec) -> ModelNames:
@@ -297,16 +297,16 @@ def _create_board(
 def _watch_weights(
     forward_pass: IBatchedForwardPass, settings: PassOptions, executor: Executor, board: BackendBoard
 ) -> None:
-    """Check held weights as long as the process lives. Damaged ones end it: its successor loads them from files."""
-    weights = forward_pass.held_weights if isinstance(forward_pass, IHeldWeights) else None
+    """Check shared weights as long as the process lives. Damaged ones end it: its successor loads them from files."""
+    weights = forward_pass.shared_weights if isinstance(forward_pass, ISharedWeights) else None
     if weights is None:
         if settings.weights_fds is not None:
             logger.info("the weights end with this process: its forward pass, or its operations, cannot leave them")
         return
-    board.held_weights_bytes, board.held_weights_mapped = weights.num_bytes, int(weights.is_mapped)
+    board.shared_weights_bytes, board.shared_weights_mapped = weights.num_bytes, int(weights.is_mapped)
 
     def note(num_checks: int) -> None:
-        board.held_weights_checks = num_checks
+        board.shared_weights_checks = num_checks
 
     WeightWatch(weights, note, executor.fail).start()
 

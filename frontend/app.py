@@ -17,7 +17,6 @@ from penstock.frontend.endpoints import (
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
 from penstock.frontend.endpoints.docs.openapi import Documentation
-from penstock.frontend.endpoints.engine_view.feed import EngineStreams
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,
@@ -36,6 +35,7 @@ from penstock.frontend.endpoints.responses.web_socket import LatestResponses, Re
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
 from penstock.frontend.endpoints.server import health, metrics, models, quote
 from penstock.frontend.endpoints.server.cancel_request import cancel_request
+from penstock.frontend.endpoints.server.engine_feed import EngineStreams
 from penstock.frontend.endpoints.server.streams import StreamTable
 from penstock.frontend.endpoints.static_files import StaticFiles, manual_routes
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
@@ -126,7 +126,7 @@ def _pooling_routes() -> dict[str, Methods]:
 def _page_routes(documentation: Documentation) -> dict[str, Methods]:
     docs = endpoint_docs
     chat = StaticFiles("penstock.frontend.endpoints", "chat_page", "/page/")
-    engine = StaticFiles("penstock.frontend.endpoints.engine_view", "page", "/engine/")
+    engine = StaticFiles("penstock.frontend.endpoints.server", "engine_page", "/engine/")
     api = StaticFiles("penstock.frontend.endpoints.docs", "page", "/docs/")
     return {
         "/": get(chat.index, docs.CHAT_PAGE, needs_key=False),

@@ -16,7 +16,7 @@ for name in ("test_contract", "test_pooling", "test_lora"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import cached_file  # noqa: E402 - as the next lines
-from penstock.backend.passes.held_weights import packed_file  # noqa: E402
+from penstock.backend.passes.shared_weights import packed_file  # noqa: E402
 from penstock.tools.forward_pass_contract import (  # noqa: E402 - after the rewrite is registered
     test_contract,
     test_lora,

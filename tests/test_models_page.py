@@ -20,7 +20,7 @@ from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
 from penstock.backend.passes.cpu.native_ops import supports_native_ops
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import unsupported_variation
-from penstock.backend.passes.encoder.cuda.loading import unsupported_on_gpu
+from penstock.backend.passes.encoder.cuda_loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families
 from tests.checkpoints import PRESETS, make_config
@@ -62,21 +62,22 @@ MODELS = {
 
 
 def decoder_rows() -> list[str]:
-    rows = ["| architecture | models | CPU | GPU | windows |", "|---|---|---|---|---|"]
+    rows = ["| architecture | models | windows |", "|---|---|---|"]
     for architecture in SUPPORTED_ARCHITECTURES:
         configs = [tiny(name) for name, preset in PRESETS.items() if preset.model == architecture]
         assert configs, f"tests/checkpoints.py has no preset of {architecture}"
         is_native = all(map(supports_native_ops, configs))
         windows = {window_kinds(config) for config in configs} - {""}
-        cells = (
-            f"`{architecture}`",
-            MODELS[architecture],
-            "kernels" if is_native else "torch",
-            on_gpu({unsupported_variation(config) for config in configs}),
-            " or ".join(sorted(windows)),
-        )
+        exceptions = without_kernels(is_native, on_gpu({unsupported_variation(config) for config in configs}))
+        cells = (f"`{architecture}`", MODELS[architecture] + exceptions, " or ".join(sorted(windows)))
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def without_kernels(is_native: bool, on_gpu: str) -> str:
+    """What a row adds where not both devices run kernels."""
+    devices = {"CPU": "kernels" if is_native else "torch", "GPU": on_gpu}
+    return "".join(f"; {device}: {runs}" for device, runs in devices.items() if runs != "kernels")
 
 
 def window_kinds(config: DecoderConfig) -> str:
@@ -100,23 +101,17 @@ ENCODERS = {
 
 
 def encoder_rows() -> list[str]:
-    rows = ["| architectures | models | heads | CPU | GPU |", "|---|---|---|---|---|"]
+    rows = ["| architectures | models |", "|---|---|"]
     assert list(ENCODERS) == list(encoder_families.FAMILIES)
     for name, family in encoder_families.FAMILIES.items():
         presets = [preset for preset in ENCODER_PRESETS.values() if preset.family in (name, _SAME_MODEL.get(name))]
         assert presets, f"tests/encoder_checkpoints.py has no preset of {name}"
-        heads = ["Model", *(["ForMaskedLM"] if family.words else []), "ForSequence-, ForTokenClassification"]
         kernels = {unsupported_by_kernels(tiny_encoder(preset)) for preset in presets}
         with_kernels = (replace(tiny_encoder(preset), num_heads=2) for preset in presets)  # their heads are tiny too
         missing = {unsupported_on_gpu(config) for config in with_kernels}
-        cells = (
-            f"`{name}…`",
-            ENCODERS[name],
-            ", ".join(heads),
-            "kernels" if None in kernels else "torch",
-            "kernels" if None in missing else f"no: {' and '.join(sorted(filter(None, missing)))}",
-        )
-        rows.append(f"| {' | '.join(cells)} |")
+        on_gpu = "kernels" if None in missing else f"no: {' and '.join(sorted(filter(None, missing)))}"
+        exceptions = without_kernels(None in kernels, on_gpu) + ("" if family.words else "; no ForMaskedLM")
+        rows.append(f"| `{name}…` | {ENCODERS[name]}{exceptions} |")
     return rows
 
 
@@ -139,12 +134,13 @@ def tiny(preset: str) -> DecoderConfig:
 
 
 def transformers_rows() -> list[str]:
-    rows = ["| architecture | served | built-in decoder |", "|---|---|---|"]
-    served = [(f"{name}ForCausalLM", "yes") for name, _ in transformers_families.FAMILIES.values()]
-    refused = [(f"{name}ForCausalLM", f"no: {reason}") for name, _, reason in transformers_families.REFUSED.values()]
-    for name, answer in (*served, *refused):
-        rows.append(f"| `{name}` | {answer} | {'yes' if name in SUPPORTED_ARCHITECTURES else 'no'} |")
-    return rows
+    served = [f"{name}ForCausalLM" for name, _ in transformers_families.FAMILIES.values()]
+    answers = {"yes": [name for name in served if name not in SUPPORTED_ARCHITECTURES]}
+    answers["yes; the built-in decoder too"] = [name for name in served if name in SUPPORTED_ARCHITECTURES]
+    for name, _, reason in transformers_families.REFUSED.values():
+        answers.setdefault(f"no: {reason}", []).append(f"{name}ForCausalLM")
+    rows = [f"| {answer} | {', '.join(f'`{name}`' for name in names)} |" for answer, names in answers.items()]
+    return ["| served | architectures |", "|---|---|", *rows]
 
 
 TABLES = {"decoder": decoder_rows, "encoder": encoder_rows, "transformers": transformers_rows}

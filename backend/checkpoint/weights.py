@@ -67,7 +67,8 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
     from penstock.backend.checkpoint.formats.tensor_file import TensorFile
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 logger = logging.getLogger("penstock.backend")
 
@@ -137,9 +138,8 @@ class DecoderWeights:
         return choose_dtype(requested, self._declared_dtype or own, fp16_as)
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        """Read [vocab_size, hidden_size]. It may be quantised only if it is also lm_head."""
-        specs = (embedding_spec(self._config),)
-        return self.linear(specs, dtype) if self._config.tie_embeddings else self.stacked(specs, dtype)
+        """[vocab_size, hidden_size]"""
+        return self.linear((embedding_spec(self._config),), dtype)
 
     def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)

@@ -1,6 +1,6 @@
 """Interfaces of the engine's collaborators: the link to the frontends, the executor of steps, and the scheduler.
 
-Stand-ins for link and executor, without sockets and threads, are in `tools/rig/`.
+Stand-ins for link and executor, without sockets and threads, are in `tools/engine_rig.py`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
         ...
 
 
-class HeldWeights(Protocol):
+class SharedWeights(Protocol):
     """Weights in memory that outlives the process, and that other processes may use too."""
 
     @property
@@ -121,20 +121,20 @@ class HeldWeights(Protocol):
 
 
 @runtime_checkable
-class IHeldWeights(Protocol):
+class ISharedWeights(Protocol):
     """Optional interface of a pass that leaves its weights in a file, or in `PassOptions.weights_fds`."""
 
     @property
-    def held_weights(self) -> HeldWeights | None:
+    def shared_weights(self) -> SharedWeights | None:
         """None if they are not held; the log says why."""
         ...
 
 
 @runtime_checkable
-class IFindsHeldWeights(Protocol):
-    """Optional interface of the class of a pass with `IHeldWeights`."""
+class IFindsSharedWeights(Protocol):
+    """Optional interface of the class of a pass with `ISharedWeights`."""
 
-    def held_bytes(self, model_dir: Path, options: PassOptions) -> int:
+    def shared_bytes(self, model_dir: Path, options: PassOptions) -> int:
         """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""
         ...
 

@@ -100,7 +100,7 @@ class PassOptions:
     adapters: tuple[Path, ...] = ()
     """Directories of low-rank adapters (LoRA, arXiv 2106.09685) of the model, in the layout of PEFT."""
     weights_fds: tuple[int, int] | None = None
-    """The fds of a `penstock.shm.memory.fd_mailbox` for `IHeldWeights`; None if weights end with the process."""
+    """The fds of a `penstock.shm.memory.fd_mailbox` for `ISharedWeights`; None if weights end with the process."""
 
 
 class IBatchedForwardPass(Protocol):

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import shorten
-from penstock.backend.checkpoint.lora.peft_config import CONFIG_FILE
+from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_ADAPTERS, Adapter
 
@@ -73,7 +73,7 @@ def announce(adapters: Sequence[NamedAdapter], ranks: Sequence[int]) -> tuple[Ad
     """Return the adapters as the model card lists them; ranks are those of the pass. Raises StartupError."""
     if not adapters:
         return ()
-    from penstock.backend.checkpoint.lora.peft_adapter import adapter_id  # it imports torch
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import adapter_id  # it imports torch
 
     return tuple(
         Adapter(

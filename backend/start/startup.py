@@ -10,7 +10,7 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.forward_pass.extensions import IFindsHeldWeights
+from penstock.backend.forward_pass.extensions import IFindsSharedWeights
 from penstock.backend.kv_cache.budget.kv_plan import (
     CPU_BUDGET_BYTES,
     KvBudget,
@@ -179,13 +179,13 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
     )
 
 
-def find_held_bytes(pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions) -> int:
+def find_shared_bytes(pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions) -> int:
     """Return the size of weights that the pass will only map. Call it before memory is measured: it frees other
     weights."""
     finder: object = pass_class
-    if settings.weights_fds is None or not isinstance(finder, IFindsHeldWeights):
+    if settings.weights_fds is None or not isinstance(finder, IFindsSharedWeights):
         return 0
-    return finder.held_bytes(config_dir, settings)
+    return finder.shared_bytes(config_dir, settings)
 
 
 def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cpu") -> None:

@@ -121,8 +121,8 @@ _BACKEND_GAUGES = (
     ("vector_cache_bytes", "Vectors kept for equal inputs.", "vector_cache_bytes"),
     ("lingering_streams", "Streams of which something is kept for their readers.", "lingering_streams"),
     ("lingering_bytes", "Kept requests and answers of lingering streams.", "lingering_bytes"),
-    ("held_weights_bytes", "Packed weights in memory that outlives the backend.", "held_weights_bytes"),
-    ("held_weights_mapped", "1 if the backend found them there; 0 if it has loaded them.", "held_weights_mapped"),
+    ("held_weights_bytes", "Packed weights in memory that outlives the backend.", "shared_weights_bytes"),
+    ("held_weights_mapped", "1 if the backend found them there; 0 if it has loaded them.", "shared_weights_mapped"),
     ("sequences_waiting_limit", "Sequences that may wait before new requests get 429.", "max_waiting"),
 )
 _BACKEND_COUNTERS = (
@@ -132,7 +132,7 @@ _BACKEND_COUNTERS = (
     ("kv_pages_restored_total", "Pages copied back from host memory instead of being recomputed.", "pages_restored"),
     ("vector_cache_hits_total", "Pooled requests whose vector was in the cache.", "vector_cache_hits"),
     ("vector_cache_misses_total", "Pooled requests whose vector was not in the cache.", "vector_cache_misses"),
-    ("held_weights_checks_total", "Blocks of held weights compared with their checksums.", "held_weights_checks"),
+    ("held_weights_checks_total", "Blocks of shared weights compared with their checksums.", "shared_weights_checks"),
     ("requests_accepted_total", "Requests that the backend accepted.", "requests_accepted"),
     ("requests_coalesced_total", "Requests that joined another request's sequence.", "requests_coalesced"),
     ("streams_reattached_total", "Times that a client came back to a lingering stream.", "streams_reattached"),

@@ -184,7 +184,7 @@ class PreparedBackend:
             crash_files.write()
         if returncode == -signal.SIGBUS and self.weights is not None and not self.weights.is_empty:
             # Each further backend would map the same broken page, and die of it.
-            self.common.log(f"{name} died by SIGBUS, so the held weights are dropped: their memory may be broken")
+            self.common.log(f"{name} died by SIGBUS, so the shared weights are dropped: their memory may be broken")
             self.drop_weights()
 
     def drop_weights(self) -> None:

@@ -311,11 +311,11 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Pooled requests whose vector was computed for an equal input before."""
     vector_cache_misses: int
     vector_cache_bytes: int
-    held_weights_bytes: int
+    shared_weights_bytes: int
     """Packed weights in memory that outlives the backend."""
-    held_weights_mapped: int
+    shared_weights_mapped: int
     """1 if it found packed weights there, 0 if it loaded them."""
-    held_weights_checks: int
+    shared_weights_checks: int
     """Blocks of packed weights that were compared with their checksums."""
     frontends: int
     """Connected now."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.passes.cpu.weight_memory import held
+from penstock.backend.passes.cpu.weight_memory import shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,5 +16,5 @@ if TYPE_CHECKING:
 def packs_into_memory() -> Iterator[None]:
     """Packed weights get no file in this user's cache. Tests of such files choose a directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held, "packed_file", lambda *_: None)
+        patch.setattr(shared, "packed_file", lambda *_: None)
         yield

@@ -32,9 +32,7 @@ from penstock.shm.messages import (
     StreamRecord,
     VectorPart,
 )
-from penstock.tools.rig.engine_rig import EngineRig, RigSizes
-from penstock.tools.rig.executors import ThreadlessExecutor
-from penstock.tools.rig.links import DroppingLink
+from penstock.tools.engine_rig import DroppingLink, EngineRig, RigSizes, ThreadlessExecutor
 from tests.fake_passes import next_token
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.backend.structured_output.late_masks import LateMasks
-    from penstock.tools.rig.executors import Launch
+    from penstock.tools.engine_rig import Launch
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -20,7 +20,7 @@ from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.messages import BufferRequest, ModelCard
-from penstock.tools.rig.engine_rig import EngineRig, RigSizes
+from penstock.tools.engine_rig import EngineRig, RigSizes
 
 MAX_RUNNING = 8
 

@@ -1,7 +1,7 @@
 """Run the CUDA kernels' own source on the CPU, to test them without a GPU.
 
 Each CUDA thread is a fiber that runs until it waits for others, at a barrier or in a warp operation. Inline PTX is
-emulated by the CUSIM halves of kernels/ptx.cuh and hopper.cuh. In all modes, each block gets new shared memory full of
+emulated by the CUSIM halves of common/ptx.cuh and hopper.cuh. In all modes, each block gets new shared memory full of
 NaNs, subnormal floats are zero, and asynchronous copies and products of warpgroups take place as late as allowed (in
 the reverse order, as early as allowed). All modes report, with the source line: divergent barriers, threads that end
 before a barrier, bad shuffle masks, deadlocks, copies and products that are not awaited, registers of products without

@@ -79,12 +79,16 @@ _IN_SHARED_SECTION = """\
 """
 
 
-def build_kernels(source: Path, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
-    """Return the library with all kernels of source, built for one of the launcher's modes. Raises KernelFailed."""
+def build_kernels(directory: Path, name: str, macros: tuple[tuple[str, int], ...], mode: str) -> Path:
+    """Return the library with all kernels of a source, built for one of the launcher's modes. Raises KernelFailed.
+
+    Headers of the directory come before the project's.
+    """
+    source = directory / name
     flags = (*_CPU_FLAGS, *_KERNEL_FLAGS[mode])
     defines = ("-DCUSIM", *(f"-D{name}={value}" for name, value in macros))
-    directories = dict.fromkeys((source.parent, KERNELS_DIR))
-    headers = (path for directory in directories for path in sorted(directory.glob("*.cuh")))
+    directories = dict.fromkeys((directory, KERNELS_DIR))
+    headers = (path for root in directories for path in sorted(root.rglob("*.cuh")))
     key = _hash_of(source, *headers, texts=(_runtime_key(), *flags, *defines))
     path = cached_directory("cuda-emulator") / f"{source.stem}-{mode}-{key}.so"
     with _alone(path):

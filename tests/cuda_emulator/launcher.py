@@ -121,7 +121,7 @@ class EmulatedLauncher:
         error = library.run(entry, described, arguments)
         if error is not None:
             raise KernelFailed(f"{kernel}, grid {grid} of {kernel.num_threads} threads: {error}")
-        if self._kernels_dir == KERNELS_DIR and "/" not in kernel.source:
+        if self._kernels_dir == KERNELS_DIR and not kernel.source.startswith("/"):
             note_launch(self._mode, str(kernel))
 
     def _find(self, kernel: Kernel) -> tuple[_Library, int]:
@@ -132,7 +132,7 @@ class EmulatedLauncher:
 
     def _load(self, build: Build) -> _Library:
         source, macros = build
-        return _library(build_kernels(self._kernels_dir / source, macros, self._mode))
+        return _library(build_kernels(self._kernels_dir, source, macros, self._mode))
 
 
 class _Library:

@@ -1,6 +1,6 @@
 // Kernels that each have one bug if BUG is 1, and are correct if it is 0. Blocks have 64 threads.
 
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 __device__ __forceinline__ void barrier_unless_bug() {
     if (!BUG) __syncthreads();

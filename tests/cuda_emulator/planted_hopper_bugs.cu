@@ -1,6 +1,6 @@
 // Kernels for sm_90a that each have one bug if BUG is 1, and are correct if it is 0. Blocks have one warpgroup.
 
-#include "hopper.cuh"
+#include "common/hopper.cuh"
 
 constexpr int kBoxRows = 64, kBoxBytes = kBoxRows * 128;
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR
@@ -10,7 +11,6 @@ from tests.cuda_emulator.launcher import EmulatedLauncher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
 
@@ -31,7 +31,7 @@ static inline bool is_planted(int bug) {{
 
 @dataclass(frozen=True)
 class Bug:
-    """A planted bug: in `file`, the expression `right` becomes `wrong`."""
+    """A planted bug: in `file`, whichever folder it is in, the expression `right` becomes `wrong`."""
 
     file: str
     right: str
@@ -48,8 +48,10 @@ class PlantedLauncher(EmulatedLauncher):
         super().__init__(kernels_dir=directory)
         self._sources = frozenset(sources)
         self._sound = EmulatedLauncher()
-        texts = {path.name: path.read_text() for path in KERNELS_DIR.glob("*.cuh")}
-        texts |= {name: (KERNELS_DIR / name).read_text() for name in sources}
+        paths = {
+            path.name: path for path in KERNELS_DIR.rglob("*.cu*") if path.suffix == ".cuh" or path.name in sources
+        }
+        texts = {name: path.read_text() for name, path in paths.items()}
         expressions = {(bug.file, bug.right): f"({bug.right})" for bug in bugs}
         for number, bug in enumerate(bugs):
             place = bug.file, bug.right
@@ -60,13 +62,18 @@ class PlantedLauncher(EmulatedLauncher):
             texts[name] = texts[name].replace(right, expression)
         for name, text in texts.items():
             whole = text.replace("#include", f"{_SWITCH}#include", 1) if name in sources else text
-            (directory / name).write_text(whole)
+            copy = directory / paths[name].relative_to(KERNELS_DIR)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_text(whole)
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
-        super().prepare(kernel for kernel in kernels if kernel.source in self._sources)
+        super().prepare(kernel for kernel in kernels if self._is_planted(kernel))
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
-        if kernel.source in self._sources:
+        if self._is_planted(kernel):
             super().launch(kernel, grid, *arguments)
         else:
             self._sound.launch(kernel, grid, *arguments)
+
+    def _is_planted(self, kernel: Kernel) -> bool:
+        return Path(kernel.source).name in self._sources

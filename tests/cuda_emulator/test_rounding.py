@@ -33,7 +33,7 @@ ODD = 1 + 2.0**-12
 def reckon(mode: Mode, directory: Path, expression: str, *values: float) -> list[float]:
     """Evaluate expression in a kernel for each pair (a, b) of neighbouring values."""
     (directory / "reckon.cu").write_text(
-        f"""#include "ptx.cuh"
+        f"""#include "common/ptx.cuh"
         extern "C" __global__ void reckon(const float* in, float* out) {{
             const float a = in[threadIdx.x], b = in[threadIdx.x + 1];
             out[threadIdx.x] = {expression};

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.quantization import cached_file
-from penstock.backend.passes.held_weights import packed_file
+from penstock.backend.passes.shared_weights import packed_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

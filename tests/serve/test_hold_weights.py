@@ -25,7 +25,7 @@ MEMFDS = {"decoder": "memfd:penstock-weights", EMULATED: "memfd:penstock-stub-bl
 
 
 def weights_memory(pid: int, name: str) -> tuple[int, int]:
-    """Resident and proportional kilobytes of a process's mappings of held weights."""
+    """Resident and proportional kilobytes of a process's mappings of shared weights."""
     sums = {"Rss:": 0, "Pss:": 0}
     is_weights = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -57,7 +57,7 @@ def test_replicas_share_weights_and_the_successor_of_a_killed_backend_maps_them(
     options += ("--max-running", "2", "--max-batch-tokens", "16", "--hold-weights")
     serve = start(*options, environment={"PYTHONPATH": str(Path(__file__).parents[2])})
     serve.wait_until_ready()
-    serve.errors.wait_for("of packed weights are held for the next backend")
+    serve.errors.wait_for("of packed weights are left for the next backend")
     expected = serve.complete()
     with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
         os.kill(check_that_both_share(serve, client, MEMFDS[forward_pass])[0], signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.engine.steps.launched_step import launch_step
-from penstock.tools.rig.executors import ThreadlessExecutor
+from penstock.tools.engine_rig import ThreadlessExecutor
 from tests.simulation.chain_pass import ChainPass
 from tests.simulation.rules import SimulatedLateMasks
 from tests.simulation.violations import PlantedFault, Violation

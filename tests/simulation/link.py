@@ -24,7 +24,7 @@ from penstock.shm.messages import (
     Started,
     VectorPart,
 )
-from penstock.tools.rig.links import DroppingLink
+from penstock.tools.engine_rig import DroppingLink
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:

@@ -20,10 +20,8 @@ from penstock.backend.forward_pass import StepOutput
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.ring import Stretch
 from penstock.shm.recording.events import pack_event
+from penstock.tools.engine_rig import ClockedExecutor, DroppingLink, EngineRig
 from penstock.tools.replay.sizes import rig_sizes
-from penstock.tools.rig.engine_rig import EngineRig
-from penstock.tools.rig.executors import ClockedExecutor
-from penstock.tools.rig.links import DroppingLink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_cache import GrammarCache
     from penstock.shm.recording.events import BackendStarted
+    from penstock.tools.engine_rig import Launch
     from penstock.tools.replay.arrivals import Arrivals
     from penstock.tools.replay.step_times import StepTimes
-    from penstock.tools.rig.executors import Launch
 
 _PLAN_S = 0.0005
 """CPU time of planning for the loop's timing. A measured one would make every replay different."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 from penstock.shm.recording.file import RecordingError
-from penstock.tools.rig.engine_rig import RigSizes
+from penstock.tools.engine_rig import RigSizes
 
 if TYPE_CHECKING:
     from penstock.shm.recording.events import BackendStarted

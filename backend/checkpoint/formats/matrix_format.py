@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""

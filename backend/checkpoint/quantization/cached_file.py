@@ -25,12 +25,8 @@ from penstock.backend.checkpoint.fingerprint import weights_fingerprint
 from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    GroupedForm,
-    GroupedWeight,
-    Int4Weight,
-    Int8Weight,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedWeight, Int4Weight, Int8Weight
 from penstock.backend.errors import StartupError
 from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.options import format_size

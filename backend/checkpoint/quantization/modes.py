@@ -20,13 +20,8 @@ from penstock.backend.checkpoint.config.tensors import (
 )
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    MAX_QUANTIZED_INPUTS,
-    GroupedForm,
-    PackedForm,
-    StackedForm,
-    WeightForm,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm, WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 from penstock.backend.errors import StartupError
 
@@ -157,7 +152,7 @@ def check_sizes(quantization: Quantization, config: DecoderConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A linear that is quantised in memory."""
+    """A linear, or an embedding, that is quantised in memory."""
 
     specs: tuple[TensorSpec, ...]
     """The checkpoint's tensors that are stacked into it."""
@@ -175,13 +170,16 @@ def packed_linears(
     formats: StoredFormats = PLAIN,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,
 ) -> list[PackedLinear]:
-    """The linears that are quantised.
+    """The matrices that are quantised in memory.
 
-    formats are those of linears that the checkpoint stores quantised. Unless quantization replaces them, they stay so
-    in the forms for which keeps is true.
+    formats are those of matrices that the checkpoint stores quantised. Unless quantization replaces them, they stay so
+    in the forms for which keeps is true, the embedding too.
     """
+    matrices = linear_specs(config)
+    if quantization is None and not config.tie_embeddings:
+        matrices[EMBEDDING] = (embedding_spec(config),)
     found = []
-    for name, specs in linear_specs(config).items():
+    for name, specs in matrices.items():
         form = (
             _stored_form(name, specs, formats, keeps)
             if quantization is None

@@ -41,7 +41,7 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_to_float8,
 )
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.files.progress import Progress
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
     from penstock.backend.checkpoint.weight_forms.quantized_weights import (
         GroupedWeight,
         Int4Weight,
         Int8Weight,
         QuantizedWeight,
-        WeightForm,
     )
 
 logger = logging.getLogger("penstock.backend")

@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    GroupedForm,
-    GroupedWeight,
-    Int4Weight,
-    Int8Weight,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedWeight, Int4Weight, Int8Weight
 
 BLOCK_VALUES = 1 << 17
 """Values that a thread quantises at a time: its arrays of this size stay in one core's cache."""

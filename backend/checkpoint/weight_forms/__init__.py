@@ -1,1 +1,1 @@
-"""Forms of a weight in memory: quantised, float8, and several matrices stacked into one."""
+"""Forms of a weight in memory and weights in them: quantised, float8, and several matrices stacked into one."""

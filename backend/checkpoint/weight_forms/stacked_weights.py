@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, StackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     SimpleWeight,
-    StackedForm,
     StackedWeight,
 )
 
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 PART_OUTPUTS = 64
 """The outputs of a part of a `StackedWeight` are a multiple of this."""

@@ -1,17 +1,17 @@
-"""Mixtures of experts by our own C++ kernels (kernels/experts.h)."""
+"""Mixtures of experts by our own C++ kernels (kernels/rows/experts.h)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.cpu.native_structs import LinearOutput, OperationKind
+from penstock.backend.passes.cpu.library.native_structs import LinearOutput, OperationKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.checkpoint.config.decoder_config import Experts
-    from penstock.backend.passes.cpu.native_weights import PackedExperts, PackedLinear, WeightPacker
+    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
     from penstock.backend.passes.ops.interface import ExpertWeights
 
 

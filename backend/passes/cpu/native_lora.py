@@ -1,4 +1,4 @@
-"""Adapters in the layout of the native kernels (kernels/lora.h)."""
+"""Adapters in the layout of the native kernels (kernels/linears/lora.h)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from penstock.backend.passes.cpu.native_structs import MAX_ADAPTER_PARTS, Adapter, AdapterPart
+from penstock.backend.passes.cpu.library.native_structs import MAX_ADAPTER_PARTS, Adapter, AdapterPart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
-    from penstock.backend.passes.cpu.native_structs import Linear
-    from penstock.backend.passes.cpu.native_weights import PackedLinear
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.passes.cpu.library.native_structs import Linear
+    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear
 
 _STRIP = 16
 _RANKS_AT_ONCE = 4

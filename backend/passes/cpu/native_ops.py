@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.cpu.native_experts import NativeExpertOps
-from penstock.backend.passes.cpu.native_lora import NativeAdapters
-from penstock.backend.passes.cpu.native_structs import (
+from penstock.backend.passes.cpu.library.native_structs import (
     CACHE_FORMS,
     Attention,
     Buffer,
@@ -31,12 +29,14 @@ from penstock.backend.passes.cpu.native_structs import (
     declare_functions,
     make_shape,
 )
-from penstock.backend.passes.cpu.native_weights import (
+from penstock.backend.passes.cpu.native_experts import NativeExpertOps
+from penstock.backend.passes.cpu.native_lora import NativeAdapters
+from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
+from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
     WeightPacker,
 )
-from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -147,7 +147,7 @@ class NativeOps:
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
         self.cache: list[Tensor] = []
-        """One tensor per layer, uint8 [num_pages, bytes of a page], in the layout of kernels/paged_cache.h."""
+        """One tensor per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h."""
 
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         attention_width = config.num_heads * config.head_dim
@@ -187,8 +187,8 @@ class NativeOps:
     def table(self, weight: Tensor) -> EmbeddingTable:
         return self.weights.table(weight)
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: PackedLinear) -> EmbeddingTable:  # noqa: ARG002 - rows are read from lm_head
-        return EmbeddingTable.of_packed(lm_head)
+    def packed_table(self, weight: Tensor | QuantizedWeight, linear: PackedLinear) -> EmbeddingTable:  # noqa: ARG002 - rows are read from linear
+        return EmbeddingTable.of_packed(linear)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         values_per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim

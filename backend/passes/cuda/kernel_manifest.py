@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from penstock.backend.passes.cuda.attention import decode_attention, encoder_attention, prefill_attention
 from penstock.backend.passes.cuda.device.launcher import Kernel
-from penstock.backend.passes.cuda.kv_cache import page_moves
+from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.ops import (
     elementwise,
     expert_ops,

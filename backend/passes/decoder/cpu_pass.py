@@ -14,18 +14,18 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
+from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
-from penstock.backend.passes.cpu.torch_cache.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
-from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, CpuOps
 from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
+from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass.extensions import PagePlaces
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
-    from penstock.backend.passes.held_weights.watch import WatchedWeights
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
+    from penstock.backend.passes.shared_weights.watch import WatchedWeights
 
 logger = logging.getLogger("penstock.backend")
 
@@ -58,8 +58,8 @@ class CpuDecoderPass(HostSampling):
     """Implements `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays;
     `HostSampling` samples."""
 
-    held_weights: WatchedWeights | None = None
-    """Weights that outlive the process (`IHeldWeights`); None if they end with it."""
+    shared_weights: WatchedWeights | None = None
+    """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class CpuDecoderPass(HostSampling):
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
         from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
         from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
@@ -112,7 +112,7 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
@@ -136,8 +136,8 @@ class CpuDecoderPass(HostSampling):
         """Return build's pass, which packs the weights, or maps them where an earlier process has left them."""
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
-        from penstock.backend.passes.cpu.weight_memory.held import fingerprint, weight_places
-        from penstock.backend.passes.held_weights.holding import load_or_map
+        from penstock.backend.passes.cpu.weight_memory.shared import fingerprint, weight_places
+        from penstock.backend.passes.shared_weights.sharing import load_or_map
 
         rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
 
@@ -173,21 +173,21 @@ class CpuDecoderPass(HostSampling):
             return load(AnonymousMemory())[0]
         with weight_places(model_dir, config, options, kernels.path) as places:
             key = fingerprint(model_dir, options, kernels.path) if places else ""
-            loaded, held = load_or_map(places, key, config, pack, load, AnonymousMemory)
-        loaded.held_weights = held
+            loaded, shared = load_or_map(places, key, config, pack, load, AnonymousMemory)
+        loaded.shared_weights = shared
         return loaded
 
     @classmethod
-    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
-        """Size of the weights that `load` would map; see `IFindsHeldWeights`. Those in a file count as free anyway."""
-        from penstock.backend.passes.cpu.weight_memory.held import CpuMemories, create_memfd, fingerprint
-        from penstock.backend.passes.held_weights.holding import find_held
+    def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
+        """Size of the weights that `load` would map; see `IFindsSharedWeights`. Those in a file are free anyway."""
+        from penstock.backend.passes.cpu.weight_memory.shared import CpuMemories, create_memfd, fingerprint
+        from penstock.backend.passes.shared_weights.sharing import find_shared
 
         kernels = load_kernels(options.cpu_path)
         if options.weights_fds is None or kernels is None:
             return 0
         with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fds = find_held(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
+            fds = find_shared(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
         try:
             return sum(os.fstat(fd).st_size for fd in fds)
         finally:
@@ -254,8 +254,8 @@ class CpuDecoderPass(HostSampling):
 
     def close(self) -> None:
         self._ops.close()
-        if self.held_weights is not None:
-            self.held_weights.close()
+        if self.shared_weights is not None:
+            self.shared_weights.close()
 
 
 def make_cpu_ops(

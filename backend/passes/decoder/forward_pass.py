@@ -61,14 +61,14 @@ class DecoderPass(IBatchedForwardPass):
         return cast("IBatchedForwardPass", loaded)
 
     @classmethod
-    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:
-        """Size of the weights that `load` would map; see `IFindsHeldWeights`."""
+    def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
+        """Size of the weights that `load` would map; see `IFindsSharedWeights`."""
         if options.device == "cpu":
-            return CpuDecoderPass.held_bytes(model_dir, options)
+            return CpuDecoderPass.shared_bytes(model_dir, options)
         from penstock.backend.passes.cuda.device.cuda_device import uuid_of
         from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 
-        return CudaDecoderPass.held_bytes(model_dir, options, uuid_of(options.device))
+        return CudaDecoderPass.shared_bytes(model_dir, options, uuid_of(options.device))
 
 
 def _require(model_dir: Path | None) -> Path:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights, PeftAdapter
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
@@ -82,9 +82,11 @@ class DecoderModel:
         self._lm_head: Linear | None
         if config.tie_embeddings:
             self._lm_head = ops.pack_linear(embedding, None, logits_scale)
-            self._embedding = ops.tied_table(embedding, self._lm_head)
+            self._embedding = ops.packed_table(embedding, self._lm_head)
+        elif isinstance(embedding, Tensor):
+            self._embedding = ops.table(embedding)
         else:
-            self._embedding = ops.table(_plain(embedding))
+            self._embedding = ops.packed_table(embedding, ops.pack_linear(embedding, None))
         del embedding
         if not config.tie_embeddings:
             self._lm_head = _pack_head(config, ops, weights.lm_head(dtype))
@@ -172,12 +174,6 @@ class DecoderModel:
         if mlp.gate is not None:
             _expert_ops(self._ops).weight_by_sigmoid(x, mlp.gate, mixed)
         return mixed
-
-
-def _plain(embedding: Tensor | QuantizedWeight) -> Tensor:
-    if not isinstance(embedding, Tensor):
-        raise TypeError("only an embedding that is the output layer too may be quantised")
-    return embedding
 
 
 def _pack_head(config: DecoderConfig, ops: Ops, weight: Tensor | QuantizedWeight | None) -> Linear | None:

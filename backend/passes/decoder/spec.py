@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter
     from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
 

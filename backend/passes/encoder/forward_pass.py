@@ -17,13 +17,13 @@ from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.decoder.cpu_pass import SPIN_S
-from penstock.backend.passes.encoder.cuda import loading as cuda_loading
+from penstock.backend.passes.encoder import cuda_loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsupported_by_kernels
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
-from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

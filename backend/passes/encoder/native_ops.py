@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.passes.cpu.native_structs import (
+from penstock.backend.passes.cpu.library.native_structs import (
     NORM_KINDS,
     Buffer,
     LinearOutput,
@@ -22,7 +22,7 @@ from penstock.backend.passes.cpu.native_structs import (
     Shape,
     declare_functions,
 )
-from penstock.backend.passes.cpu.native_weights import PackedLinear, WeightPacker
+from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
 from penstock.backend.passes.encoder.host_vectors import HostVectors
 from penstock.backend.passes.ops.rope_table import RopeTable
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class EncoderOperation(IntEnum):
-    """This and the structs below are declared in kernels/encoder*.h."""
+    """This and the structs below are declared in kernels/encoder/."""
 
     EMBED = 0
     NORM = 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Weights(Protocol):
     """A source of unpacked weights, such as `checkpoint.weights.DecoderWeights`. Each call returns a copy.
 
-    Matrices of linears may be quantised; then so is an embedding table that serves as the output layer too.
+    The embedding table and the matrices of linears may be quantised.
     """
 
     def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
@@ -182,8 +182,8 @@ class Ops(Protocol):
         """Pack the embedding table, [vocab, hidden]."""
         ...
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: Linear) -> Array:
-        """Like `table`; lm_head was packed from the same weight, so its memory may serve as the table."""
+    def packed_table(self, weight: Tensor | QuantizedWeight, linear: Linear) -> Array:
+        """Like `table`; linear was packed from the same weight, so its memory may serve as the table."""
         ...
 
     def embed(self, table: Array, step: Step) -> Array:

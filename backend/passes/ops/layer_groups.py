@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _BLOCK_TOKENS = 64
 """Attention kernels read keys and values in blocks of up to this many tokens, at multiples of this.
 
-kBlock of kernels/engine.h, kTokens of the CUDA kernels for prompts.
+kBlock of kernels/step/engine.h, kTokens of the CUDA kernels for prompts.
 """
 _MAX_GROUPS = 16
 """Most groups. For the same tokens, one thread finds a page of each."""

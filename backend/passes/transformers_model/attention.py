@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape, ScoreRule, attend
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, ScoreRule, attend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from penstock.backend.passes.cpu.torch_cache.paged_cache import PagedStep
+    from penstock.backend.passes.cpu.in_torch.paged_cache import PagedStep
 
 NAME = "penstock_paged"
 """The attention function's name in transformers."""

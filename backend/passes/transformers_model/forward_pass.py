@@ -10,8 +10,8 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
-from penstock.backend.passes.cpu.torch_cache.paged_cache import PagedCache
-from penstock.backend.passes.cpu.torch_cache.query_tiles import TileLimits
+from penstock.backend.passes.cpu.in_torch.paged_cache import PagedCache
+from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.cuda.device.device import annotate_faults
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES

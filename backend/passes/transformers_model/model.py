@@ -15,7 +15,7 @@ from penstock.backend.checkpoint.tensor_files.opening import count_rows, fit_voc
 from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
 from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
     NAME,
     ShapeProbe,

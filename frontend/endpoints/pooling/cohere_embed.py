@@ -9,8 +9,8 @@ import msgspec
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
 from penstock.frontend.formats.vectors import base64_vector, json_vector, quantized_vector
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
-from penstock.frontend.generation.pooled.run import Wanted
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.schemas.pooling.cohere import decode_cohere_embed
 from penstock.frontend.text.input_encoder import Truncation
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.models.capacity import check_capacity
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, encode_templated
-from penstock.frontend.generation.pooled.run import PooledRun, PooledTimes, Wanted
 from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, encode_templated
+from penstock.frontend.generation.submission.pooled_run import PooledRun, PooledTimes, Wanted
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
 from penstock.frontend.text.input_encoder import Truncation

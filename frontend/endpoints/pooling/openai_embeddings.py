@@ -16,8 +16,8 @@ from penstock.frontend.endpoints.pooling.computing import (
     vllm_truncation,
 )
 from penstock.frontend.formats.vectors import base64_vector, json_vector
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
-from penstock.frontend.generation.pooled.run import Wanted
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.openai import decode_embeddings
 

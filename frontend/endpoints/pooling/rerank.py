@@ -8,9 +8,9 @@ import msgspec
 
 from penstock.frontend.endpoints.pooling import tei_predict
 from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of, vllm_truncation
-from penstock.frontend.generation.pooled.inputs import InputRules
-from penstock.frontend.generation.pooled.run import Wanted
-from penstock.frontend.generation.pooled.scores import ranked, sigmoid
+from penstock.frontend.generation.submission.pooled_inputs import InputRules
+from penstock.frontend.generation.submission.pooled_run import Wanted
+from penstock.frontend.generation.submission.pooled_scores import ranked, sigmoid
 from penstock.frontend.schemas.pooling.rerank import RerankBody, decode_rerank
 from penstock.frontend.schemas.pooling.tei import TeiRerankBody, decode_tei_rerank, is_tei_rerank
 from penstock.frontend.text.input_encoder import Truncation

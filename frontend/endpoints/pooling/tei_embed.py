@@ -13,9 +13,9 @@ import msgspec
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
 from penstock.frontend.formats.vectors import json_matrix, json_vector
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
-from penstock.frontend.generation.pooled.run import Wanted
-from penstock.frontend.generation.pooled.scores import cosine
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.submission.pooled_run import Wanted
+from penstock.frontend.generation.submission.pooled_scores import cosine
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.tei import decode_embed, decode_embed_plain, decode_similarity
 from penstock.frontend.text.input_encoder import Truncation

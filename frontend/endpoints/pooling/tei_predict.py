@@ -8,9 +8,9 @@ import msgspec
 
 from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of
 from penstock.frontend.endpoints.pooling.tei_embed import tei_headers, tei_truncation
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs
-from penstock.frontend.generation.pooled.run import Wanted
-from penstock.frontend.generation.pooled.scores import activated, ranked, sigmoid
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs
+from penstock.frontend.generation.submission.pooled_run import Wanted
+from penstock.frontend.generation.submission.pooled_scores import activated, ranked, sigmoid
 from penstock.frontend.schemas.pooling.tei import decode_predict
 
 if TYPE_CHECKING:

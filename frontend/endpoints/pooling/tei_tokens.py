@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.endpoints.prompts import check_token_ids
-from penstock.frontend.generation.pooled.inputs import prompt_text
+from penstock.frontend.generation.submission.pooled_inputs import prompt_text
 from penstock.frontend.schemas.pooling.tei import decode_decode
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from penstock.frontend.endpoints.pooling.computing import (
 )
 from penstock.frontend.formats.vectors import base64_vector, json_matrix, json_vector
 from penstock.frontend.generation.models.model_table import can_do
-from penstock.frontend.generation.pooled.inputs import InputRules, encode_inputs, prompt_text
-from penstock.frontend.generation.pooled.run import Wanted
-from penstock.frontend.generation.pooled.scores import activated, cosine
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.submission.pooled_run import Wanted
+from penstock.frontend.generation.submission.pooled_scores import activated, cosine
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.vllm import PoolingBody, decode_classify, decode_pooling
 from penstock.frontend.transport.errors import invalid

@@ -16,8 +16,8 @@ from msgspec import Struct
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE as MODEL_CONFIG_FILE
 from penstock.backend.checkpoint.hub import resolve_small_files
-from penstock.backend.checkpoint.lora.peft_adapter import WEIGHTS_FILE, PeftAdapter
-from penstock.backend.checkpoint.lora.peft_config import CONFIG_FILE, PeftConfig, read_peft_config
+from penstock.backend.checkpoint.tensor_files.lora_adapter import WEIGHTS_FILE, PeftAdapter
+from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.backend.start.shipped_models import SHIPPED_MODELS

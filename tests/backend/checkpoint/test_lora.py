@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.lora.peft_adapter import PeftAdapter, adapter_id, open_adapters
+from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter, adapter_id, open_adapters
 from penstock.backend.errors import StartupError
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.lora import PREFIX, make_adapter, updates

@@ -9,16 +9,13 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    PackedForm,
     QuantizedWeight,
-    StackedForm,
-    WeightForm,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 

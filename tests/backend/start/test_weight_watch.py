@@ -1,4 +1,4 @@
-"""Held weights are checked while the backend runs, and damage ends it."""
+"""Shared weights are checked while the backend runs, and damage ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from penstock.backend.engine.steps.executor import Executor, ExecutorFailed
-from penstock.backend.passes.held_weights.watch import WeightWatch
+from penstock.backend.passes.shared_weights.watch import WeightWatch
 
 
 @dataclass

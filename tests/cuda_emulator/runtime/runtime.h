@@ -73,7 +73,7 @@ void async_copy(void* shared, const void* source, int bytes, int source_bytes, H
 void async_commit();
 void async_wait(int allowed_groups);
 
-// ---- sm_90a: barriers in shared memory, copies of boxes, products of warpgroups; see kernels/hopper.cuh ----
+// ---- sm_90a: barriers in shared memory, copies of boxes, products of warpgroups; see kernels/common/hopper.cuh ----
 
 // The layout must match launcher.py.
 struct TensorMap {

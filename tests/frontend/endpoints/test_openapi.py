@@ -21,7 +21,7 @@ from tests.frontend.pooled_backend import PooledBackend, encoder, encoder_card
 
 PAGE = Path(__file__).parents[3] / "frontend" / "endpoints" / "docs" / "page"
 CHAT_PAGE = PAGE.parents[1] / "chat_page"
-ENGINE_PAGE = PAGE.parents[1] / "engine_view" / "page"
+ENGINE_PAGE = PAGE.parents[1] / "server" / "engine_page"
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,

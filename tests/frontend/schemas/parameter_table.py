@@ -46,12 +46,13 @@ def cell(body: type[Struct], field: str) -> str:
 
 
 def table() -> str:
-    fields = sorted({field.name for body in BODIES.values() for field in msgspec.structs.fields(body)})
-    heads = "".join(f" `{path}` |" for path in BODIES)
-    lines = [f"| parameter |{heads}", "|---|" + "---|" * len(BODIES)]
-    for field in fields:
-        cells = "".join(f" {cell(body, field)} |" for body in BODIES.values())
-        lines.append(f"| `{field}` |{cells}")
+    """One row for all parameters that the endpoints treat alike; the rows with the most endpoints first."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for field in sorted({field.name for body in BODIES.values() for field in msgspec.structs.fields(body)}):
+        groups.setdefault(tuple(cell(body, field) for body in BODIES.values()), []).append(f"`{field}`")
+    lines = [f"| parameters | {' | '.join(f'`{path}`' for path in BODIES)} |", "|---|" + "---|" * len(BODIES)]
+    for cells, fields in sorted(groups.items(), key=lambda group: (group[0].count("–"), -group[0].count("yes"))):
+        lines.append(f"| {', '.join(fields)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

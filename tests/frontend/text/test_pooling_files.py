@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, TextClassificationPipeline
 
-from penstock.frontend.generation.pooled.scores import activated
+from penstock.frontend.generation.submission.pooled_scores import activated
 from penstock.frontend.text.pooling_files import QWEN3_RERANKER, PoolingFiles
 
 

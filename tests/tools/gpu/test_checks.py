@@ -46,7 +46,7 @@ def test_environment_without_a_gpu_fails_and_says_so(record: Record) -> None:
 def test_compilation_records_each_architecture_and_writes_what_a_later_run_loads(
     record: Record, tmp_path: Path
 ) -> None:
-    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("norms.cu", "step.cu")]
+    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source in ("rows/norms.cu", "step/step.cu")]
     cubins = tmp_path / "cubins"
     compilation.compile_for(record.results, kernels, ["sm_80", "sm_90a"], 2, cubins)
     found = record.findings()
@@ -59,7 +59,7 @@ def test_compilation_records_each_architecture_and_writes_what_a_later_run_loads
 
 
 def test_loading_checks_local_memory_as_the_driver_reports_it(record: Record) -> None:
-    kernels = [Kernel("step.cu", name, (), 128) for name in ("change_pages", "other")]
+    kernels = [Kernel("step/step.cu", name, (), 128) for name in ("change_pages", "other")]
     launcher: Any = SimpleNamespace(
         prepare=lambda _kernels: None,
         resources={kernel: LoadedKernel(32, 8 * index) for index, kernel in enumerate(kernels)},

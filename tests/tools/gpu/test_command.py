@@ -51,7 +51,7 @@ if {"--section", "penstock.tools.gpu.checks.correctness"} & set(sys.orig_argv):
         EmulatedDevice(), FixedClock(), NoMemoryCounter(), EmulatedDevice
     )
     mirror_launcher.MirrorLauncher = Mirror
-    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source == "norms.cu"]
+    kernels = [kernel for kernel in kernel_manifest.kernels() if kernel.source == "rows/norms.cu"]
     kernel_manifest.kernels = lambda: iter(kernels)
     choices.kernels = lambda: iter(())
     if "--section" in sys.orig_argv:

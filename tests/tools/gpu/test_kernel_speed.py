@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import Experts
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.gpu.results import MATCH_VARIABLE

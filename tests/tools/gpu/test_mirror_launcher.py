@@ -16,7 +16,7 @@ from penstock.tools.gpu.cases.ptx_wrappers import wrapper_kernel
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher, make_mirrors
 from tests.backend.passes.cuda.device.called_kernels import call_kernels
 
-KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)
+KERNEL = Kernel("rows/norms.cu", "add_rms_norm", (("ACT", 0),), num_threads=32)
 POISON = 0xAB
 
 

@@ -82,7 +82,7 @@ def test_sanitizer_child_launches_every_kernel_source(capsys: pytest.CaptureFixt
     assert sanitizer.run_small_checks(RecordingLauncher(), checks, float("inf")) == 0
     assert "failed: none" in capsys.readouterr().out
     # The kernel that updates the page table has no case of its own; whole passes run it.
-    assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step.cu"}
+    assert {kernel.source for kernel in kernel_manifest.kernels()} - sources == {"step/step.cu"}
 
 
 def test_sanitizer_child_stops_at_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.tools.gpu.cases.check import Mismatch
-from penstock.tools.gpu.checks import held_blocks, sharing
+from penstock.tools.gpu.checks import shared_blocks, sharing
 from penstock.tools.gpu.devices import caches
 from tests.shm.buffers.fake_device import FakeDevice
 from tests.tools.gpu.device_context import Record, make_device_context
@@ -85,7 +85,7 @@ def test_failed_peer_is_reported_with_its_last_error_line(record: Record, tmp_pa
 PEER_ON_THE_STUB = """
 import sys
 from tests.shm.buffers.stub_driver import stub_library
-from penstock.tools.gpu.checks.held_blocks import main
+from penstock.tools.gpu.checks.shared_blocks import main
 sys.exit(main(stub_library()))
 """
 
@@ -94,15 +94,15 @@ def test_memory_of_a_killed_process_is_read_and_a_device_without_it_refuses(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = (sys.executable, "-c", PEER_ON_THE_STUB)
-    held_blocks.check_held_blocks(record.results, make_device_context(), command, 2 << 20)
+    shared_blocks.check_shared_blocks(record.results, make_device_context(), command, 2 << 20)
     assert record.findings()["sharing.blocks"].passed
     assert record.findings()["sharing.blocks.map"].unit == "ms"
-    monkeypatch.setattr(held_blocks, "_VALUES", (0x11, 0x2F))
+    monkeypatch.setattr(shared_blocks, "_VALUES", (0x11, 0x2F))
     with pytest.raises(Mismatch, match="block 1 has other bytes than 47"):
-        held_blocks.check_held_blocks(record.results, make_device_context(), command, 2 << 20)
+        shared_blocks.check_shared_blocks(record.results, make_device_context(), command, 2 << 20)
     monkeypatch.setenv("STUB_CUDA_NO_BLOCKS", "1")
     with pytest.raises(DeviceError, match="in the other process: the device gives no file descriptors"):
-        held_blocks.check_held_blocks(record.results, make_device_context(), command, 2 << 20)
+        shared_blocks.check_shared_blocks(record.results, make_device_context(), command, 2 << 20)
 
 
 def test_refusal_by_the_driver_is_a_finding_and_fails_nothing(record: Record) -> None:

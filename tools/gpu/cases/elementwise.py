@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
-from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import copy_pages
+from penstock.backend.passes.cpu.in_torch.paged_cache import quantise_q8_0
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.step.step_rows import RowArrays as Rows
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0

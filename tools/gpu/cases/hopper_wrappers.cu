@@ -1,6 +1,6 @@
 // Kernels that call each wrapper of hopper.cuh, for checks against references. One warpgroup each.
 
-#include "hopper.cuh"
+#include "common/hopper.cuh"
 
 constexpr int kRowBytes = 128, kGroupBytes = 8 * kRowBytes;
 

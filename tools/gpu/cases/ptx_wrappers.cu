@@ -1,6 +1,6 @@
 // Kernels that call each wrapper of ptx.cuh once, for checks against references.
 
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 
 // a [16, 16] and b [16, 8] row by row, in 16-bit floats; out [16, 8] += a · b. One warp.
 extern "C" __global__ void __launch_bounds__(32, 1)

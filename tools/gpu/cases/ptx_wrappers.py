@@ -1,4 +1,4 @@
-"""Checks each wrapper of inline PTX (kernels/ptx.cuh, hopper.cuh) against torch, float64, and the PTX manual's layouts.
+"""Checks each wrapper of inline PTX (common/ptx.cuh, hopper.cuh) against torch, float64, and the PTX manual's layouts.
 
 On the emulator this checks the wrapper's emulated version; on a GPU, that the instruction does the same.
 """

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from penstock.backend.forward_pass import PassOptions, PooledRows, StepBatch
-from penstock.backend.passes.encoder.cuda import loading
+from penstock.backend.passes.encoder import cuda_loading as loading
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.spec import make_spec

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import HostPool
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
@@ -23,7 +23,7 @@ from penstock.shm.buffers.device_api import DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
 from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
-from penstock.tools.gpu.checks.held_blocks import REFUSED_STATUS, check_held_blocks, run_peer
+from penstock.tools.gpu.checks.shared_blocks import REFUSED_STATUS, check_shared_blocks, run_peer
 from penstock.tools.gpu.devices.caches import cache_shape, make_page_copier
 from penstock.tools.gpu.devices.device_context import open_device_context
 
@@ -57,7 +57,7 @@ def run(results: Results) -> None:
     results.attempt("sharing.host", partial(unless_refused, results, "sharing.host", host))
     ipc = partial(check_ipc, results, context, device, _PEER)
     results.attempt("sharing.ipc", partial(unless_refused, results, "sharing.ipc", ipc))
-    blocks = partial(check_held_blocks, results, context)
+    blocks = partial(check_shared_blocks, results, context)
     otherwise = "--hold-weights loads the files each time"
     results.attempt("sharing.blocks", partial(unless_refused, results, "sharing.blocks", blocks, otherwise))
 

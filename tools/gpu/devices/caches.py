@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.cuda.kv_cache import page_moves
+from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
     from penstock.tools.gpu.devices.device_context import DeviceContext
 
 _PIECE_BLOCKS = 1 << 14

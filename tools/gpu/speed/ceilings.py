@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.passes.cuda.device.link_probe import measure_link
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import HostPool
 from penstock.tools.gpu.devices.caches import cache_shape, make_page_copier
 from penstock.tools.gpu.devices.device_context import open_device_context
 

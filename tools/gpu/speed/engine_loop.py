@@ -14,8 +14,7 @@ from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor
 from penstock.process.garbage_collection import resume_collection
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import Finish, Generate, Sampling
-from penstock.tools.rig.engine_rig import EngineRig, RigSizes
-from penstock.tools.rig.links import DroppingLink
+from penstock.tools.engine_rig import DroppingLink, EngineRig, RigSizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

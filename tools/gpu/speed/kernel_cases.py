@@ -15,7 +15,7 @@ from penstock.backend.forward_pass import SamplingParams, SlotInit
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.encoder_attention import EncoderAttention
 from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPABILITY, PrefillAttention
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps

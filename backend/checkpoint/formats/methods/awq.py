@@ -29,7 +29,8 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
     scale_groups,
     unpack,
 )
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm, QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In a word of "gemm": the index of the four bits, from the lowest, that hold each of its 8 outputs."""

@@ -25,12 +25,8 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
     scale_groups,
     unpack,
 )
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    MAX_QUANTIZED_INPUTS,
-    Int8Weight,
-    PackedForm,
-    QuantizedWeight,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS, Int8Weight, QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor

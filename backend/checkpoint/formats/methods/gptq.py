@@ -26,7 +26,8 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
     scale_groups,
     unpack,
 )
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm, QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True)

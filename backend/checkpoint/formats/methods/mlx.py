@@ -25,7 +25,8 @@ from penstock.backend.checkpoint.formats.module_names import spellings_of
 from penstock.backend.checkpoint.formats.numbers.float4 import Mxfp4
 from penstock.backend.checkpoint.formats.numbers.integers import WORD_BITS, as_bytes, count_groups, describe
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
-from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS, GroupedForm, GroupedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS, GroupedWeight
 
 _FORM_BITS = {2: 4, 3: 4, 4: 4, 5: 5, 6: 8, 8: 8}
 """Bits of a value → those of the smallest form with kernels that holds it."""

@@ -16,13 +16,13 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     check_multiple,
 )
 from penstock.backend.checkpoint.formats.numbers.integers import as_bytes
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     MAX_QUANTIZED_INPUTS,
     MXFP4_EXPONENTS,
     MXFP4_GROUP_SIZE,
     Mxfp4Weight,
-    PackedForm,
 )
 
 if TYPE_CHECKING:

@@ -24,16 +24,15 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 from penstock.backend.checkpoint.formats.numbers.float4 import Mxfp4
 from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CODEBOOK_TYPES, read_iq3_s
 from penstock.backend.checkpoint.formats.numbers.integers import int4_form
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     IQ4_VALUES,
     MAX_QUANTIZED_INPUTS,
     MXFP4_EXPONENTS,
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
-    PackedForm,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights
@@ -61,7 +60,7 @@ _PACKED_BY_KERNELS = {
     "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
     "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39,
 }  # fmt: skip
-"""Types whose blocks kernels/ggml_blocks.h reads, and their numbers in GGML."""
+"""Types whose blocks kernels/linears/ggml_blocks.h reads, and their numbers in GGML."""
 _DOUBLED_E2M1 = tuple(int(2 * value) for value in E2M1)
 
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.formats.matrix_format import check_multiple
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     INT4_GROUP_SIZES,
     MAX_QUANTIZED_INPUTS,
     Int4Weight,
-    PackedForm,
 )
 
 WORD_BITS = 32

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from penstock.backend.passes.cpu.in_torch.query_tiles import ONE_BY_ONE
 from penstock.backend.passes.cpu.in_torch.torch_experts import product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
-from penstock.backend.passes.cpu.torch_cache.query_tiles import ONE_BY_ONE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,11 @@ from torch.nn import functional
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
 from penstock.backend.forward_pass import NO_ADAPTER
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
+from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
-from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
-from penstock.backend.passes.cpu.torch_cache.query_tiles import TileLimits
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.lora.peft_adapter import LoraWeights
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
@@ -151,9 +151,9 @@ class TorchOps:
     def table(self, weight: Tensor) -> Tensor:
         return weight.to(self._dtype)
 
-    def tied_table(self, weight: Tensor | QuantizedWeight, lm_head: TorchLinear) -> Tensor | QuantizedWeight:
-        if isinstance(lm_head, QuantizedLinear):
-            return lm_head.weight
+    def packed_table(self, weight: Tensor | QuantizedWeight, linear: TorchLinear) -> Tensor | QuantizedWeight:
+        if isinstance(linear, QuantizedLinear):
+            return linear.weight
         return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:

@@ -1,6 +1,6 @@
 """Linear layers with quantised weights in torch: the formula of the native kernels, slowly.
 
-Activations become int8, with one scale for each 32 inputs or for each row, as kernels/quantized_rows.h says. The
+Activations become int8, with one scale for each 32 inputs or for each row, as in kernels/linears/quantized_rows.h. The
 results differ from the kernels' only by the rounding of fp32 sums.
 """
 

@@ -2,37 +2,37 @@
 // calls through ctypes.
 // One translation unit. Each header includes the one above it:
 //
-//   vectors.h           SIMD: sixteen numbers at a time, with AVX-512, AVX2 or NEON
-//   thread_pool.h       the threads
-//   engine.h            state shared by the operations
-//   products.h          matrix products on vectors
-//   tiles.h             matrix products on tiles, with AMX or emulated
-//   lora.h              adapters of rows
-//   linear.h            linear layers with float weights
-//   quantized_rows.h    activations in int8
-//   weight_codes.h      how values of 2 to 8 bits are stored
-//   quantized_weights.h the layout of quantised weights
-//   ggml_blocks.h       GGML's blocks in that layout
-//   quantized_linear.h  linear layers with quantised weights
-//   weight_forms.h      linear layers with weights of any form
-//   norms.h             norms
-//   row_ops.h           embedding, rotary embedding, soft caps
-//   experts.h           mixtures of experts
-//   paged_cache.h       the layout of the paged KV cache
-//   block_cursor.h      where blocks of 64 positions lie in a row's pages
-//   block_products.h    the products of a block on vectors
-//   softmax_state.h     the running softmax of query rows
-//   softmax_block.h     one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
-//   attention.h         attention
-//   step_plan.h         how the threads divide a step's attention
-//   operations.h        a step's operations as data
-//   scoring.h           log probabilities of known tokens
-//   read_speed.h        how fast the threads can read memory, for benchmarks
-//   encoder_attention.h attention of encoders
-//   encoder.h           the other operations of encoders
-//   encoder_parts.h     an encoder's step, divided into parts
+//   vectors/vectors.h            SIMD: sixteen numbers at a time, with AVX-512, AVX2 or NEON
+//   step/thread_pool.h           the threads
+//   step/engine.h                state shared by the operations
+//   linears/products.h           matrix products on vectors
+//   vectors/tiles.h              matrix products on tiles, with AMX or emulated
+//   linears/lora.h               adapters of rows
+//   linears/linear.h             linear layers with float weights
+//   linears/quantized_rows.h     activations in int8
+//   linears/weight_codes.h       how values of 2 to 8 bits are stored
+//   linears/quantized_weights.h  the layout of quantised weights
+//   linears/ggml_blocks.h        GGML's blocks in that layout
+//   linears/quantized_linear.h   linear layers with quantised weights
+//   linears/weight_forms.h       linear layers with weights of any form
+//   rows/norms.h                 norms
+//   rows/row_ops.h               embedding, rotary embedding, soft caps
+//   rows/experts.h               mixtures of experts
+//   attention/paged_cache.h      the layout of the paged KV cache
+//   attention/block_cursor.h     where blocks of 64 positions lie in a row's pages
+//   attention/block_products.h   the products of a block on vectors
+//   attention/softmax_state.h    the running softmax of query rows
+//   attention/softmax_block.h    one softmax block of attention; softmax_block_q8.h the same over a q8_0 cache
+//   attention/attention.h        attention
+//   step/step_plan.h             how the threads divide a step's attention
+//   step/operations.h            a step's operations as data
+//   rows/scoring.h               log probabilities of known tokens
+//   step/read_speed.h            how fast the threads can read memory, for benchmarks
+//   encoder/encoder_attention.h  attention of encoders
+//   encoder/encoder.h            the other operations of encoders
+//   encoder/encoder_parts.h      an encoder's step, divided into parts
 
-#include "encoder_parts.h"
+#include "encoder/encoder_parts.h"
 
 namespace {
 

@@ -1,1 +1,1 @@
-"""The compiled kernels: for which CPUs, how they are compiled and kept, and which are fastest on this machine."""
+"""The compiled kernels: for which CPUs, how they are compiled and kept, their functions, and the structs these take."""

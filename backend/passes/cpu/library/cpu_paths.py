@@ -1,6 +1,6 @@
 """The paths of the native kernels: the instruction sets that they are compiled for, and what a CPU needs to run them.
 
-The best path of an architecture comes first. To add one: an entry here, its vector layer in kernels/vectors.h, and how
+The best path of an architecture comes first. To add one: an entry here, its vector layer in kernels/vectors/, and how
 tests run it on CPUs without it (tests/backend/passes/cpu/path_libraries.py).
 """
 

@@ -82,7 +82,7 @@ def directory_name(builds: tuple[KernelBuild, ...]) -> str:
     """
     digest = hashlib.sha256()
     try:
-        for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))):
+        for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))):
             digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
     except OSError as error:
         raise LibraryUnavailableError(str(error)) from error
@@ -193,7 +193,7 @@ def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
     try:
         logger.info("Compiling the CPU kernels for %s with %s; this takes about ten seconds", build.name, compiler)
         started_s = time.monotonic()
-        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, "-o", temporary, str(SOURCE)])
+        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{SOURCE.parent}", "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)
         os.rename(temporary, path)
         logger.info("Compiled the CPU kernels for %s in %.1f s", build.name, time.monotonic() - started_s)

@@ -1,5 +1,6 @@
-"""Memory for packed weights: the process's own, or memory that outlives it.
+"""Packed weights, in the process's own memory or in memory that outlives it.
 
-`anonymous` is the process's own. `held` is a memfd or a file that one process fills and later ones map, with a
-`manifest` at its end; `penstock.backend.passes.held_weights` finds and leaves it. Start with `held`.
+`native_weights` packs them. `anonymous` is the process's own. `shared` is a memfd or a file that one process fills and
+later ones map, with a `manifest` at its end; `penstock.backend.passes.shared_weights` finds and leaves it. Start with
+`shared`.
 """

@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.passes.cpu.native_structs import Linear
+    from penstock.backend.passes.cpu.library.native_structs import Linear
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64

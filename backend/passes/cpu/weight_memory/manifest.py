@@ -1,4 +1,4 @@
-"""The content of held memory: a header, the weights, and at the end a manifest that describes how they are packed.
+"""The content of shared memory: a header, the weights, and at the end a manifest that describes how they are packed.
 
 The memory is private to a server's processes, but damage to it must not become a wrong address: everything is checked
 before it is used.
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
 
-from penstock.backend.passes.cpu.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Packing
-from penstock.backend.passes.held_weights import sealed_manifest
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError, num_blocks
+from penstock.backend.passes.cpu.library.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Packing
+from penstock.backend.passes.shared_weights import sealed_manifest
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, num_blocks
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.cpu.native_structs import Linear
+    from penstock.backend.passes.cpu.library.native_structs import Linear
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
@@ -59,14 +59,14 @@ class LinearForm(msgspec.Struct, frozen=True, array_like=True):
         return cls(parts, bool(linear.scales_whole_rows))
 
     def give_to(self, linear: Linear) -> None:
-        """Raises HeldWeightsError if the kernels do not have this form for a linear of this size."""
+        """Raises SharedWeightsError if the kernels do not have this form for a linear of this size."""
         panels = -(-linear.outputs // (PANEL >> linear.gated))
         ends = [0, *(part.end_panel for part in self.parts)]
         if ends != sorted(set(ends)) or ends[-1] != panels:
-            raise HeldWeightsError(f"parts that end at panels {ends[1:]} in a linear of {panels}")
+            raise SharedWeightsError(f"parts that end at panels {ends[1:]} in a linear of {panels}")
         for part, place in zip(self.parts, linear.parts, strict=False):
             if not part.fits(linear.inputs) or (part.bits == 0 and len(self.parts) > 1):
-                raise HeldWeightsError(f"{part} in a linear of {linear.inputs} inputs")
+                raise SharedWeightsError(f"{part} in a linear of {linear.inputs} inputs")
             place.end_panel = part.end_panel
             place.packing = Packing(part.bits, part.codebook, part.group_size, part.block_size, part.minima)
         linear.num_parts, linear.scales_whole_rows = len(self.parts), self.scales_whole_rows
@@ -89,7 +89,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(fd: int) -> tuple[int, Manifest]:
-    """Return the bytes of weights, and the manifest. Raises HeldWeightsError."""
+    """Return the bytes of weights, and the manifest. Raises SharedWeightsError."""
     data_bytes, manifest = sealed_manifest.read_manifest(fd, Manifest)
     _check(data_bytes, manifest)
     return data_bytes, manifest
@@ -99,10 +99,10 @@ def _check(data_bytes: int, manifest: Manifest) -> None:
     end = 0
     for number, weight in enumerate(manifest.weights):
         if weight.place < end or weight.place % 64 or weight.place + weight.num_bytes > data_bytes:
-            raise HeldWeightsError(
+            raise SharedWeightsError(
                 f"weight {number} of {weight.num_bytes} bytes at {weight.place} does not lie behind {end} within "
                 f"{data_bytes} bytes"
             )
         end = weight.place + weight.num_bytes
     if data_bytes % 64 or len(manifest.block_sums) != num_blocks(data_bytes):
-        raise HeldWeightsError(f"{len(manifest.block_sums)} checksums for {data_bytes} bytes")
+        raise SharedWeightsError(f"{len(manifest.block_sums)} checksums for {data_bytes} bytes")

@@ -2,7 +2,8 @@
 
 `plan`, once per step and window, cuts the rows' contexts into chunks and lists them. `attend`, once per layer, works
 through the list with as many blocks as the device runs at a time. Both read lengths on the device, so one captured
-graph serves all steps of a padded number of rows. A row's output depends only on the row (kernels/decode_items.cuh).
+graph serves all steps of a padded number of rows. A row's output depends only on the row: see
+kernels/decode/decode_items.cuh.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from penstock.backend.passes.cuda.attention.kernel_limits import (
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.ops.interface import supports_q8_0
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _FEWEST_CHUNKS = 16
 
 
 def tile_tokens(kv_dtype: str) -> int:
-    """Return kTileTokens of kernels/decode_tiles.cuh."""
+    """Return kTileTokens of kernels/decode/decode_tiles.cuh."""
     return 32 // NUMBER_BYTES[kv_dtype]
 
 
@@ -74,7 +75,7 @@ def _chunk_macro(chunk_tokens: int) -> tuple[tuple[str, int], ...]:
 
 def _plan(chunk_tokens: int) -> Kernel:
     macros = (("NUM_THREADS", _PLAN_THREADS), *_chunk_macro(chunk_tokens))
-    return Kernel("decode_plan.cu", "plan_decode", macros, _PLAN_THREADS)
+    return Kernel("decode/decode_plan.cu", "plan_decode", macros, _PLAN_THREADS)
 
 
 PLAN = _plan(CONSTANTS.chunk_tokens)
@@ -250,7 +251,7 @@ def _max_chunks(max_context_tokens: int, window_tokens: int, num_kv_heads: int, 
 
 
 def _tile_bytes(kv_dtype: str, head_dim: int) -> int:
-    """Return kTileBytes of kernels/decode_tiles.cuh."""
+    """Return kTileBytes of kernels/decode/decode_tiles.cuh."""
     number_bytes = NUMBER_BYTES[kv_dtype]
     pieces = head_dim * number_bytes // 16
     stride = pieces + (12 - pieces % 8) % 8 if kv_dtype == "fp32" else pieces | 1
@@ -275,7 +276,7 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelCho
         *_chunk_macro(choices.chunk_tokens),
     )
     return Kernel(
-        "decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, rings, is_dependent=True,
+        "decode/decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, rings, is_dependent=True,
         carveout_percent=choices.carveout_percent,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Attention of whole rows in both directions, as encoders need it. Keys and values are the step's own: no cache.
 
-A row's output depends on that row alone, bit for bit (kernels/encoder_attention.cu).
+A row's output depends on that row alone, bit for bit (kernels/prefill/encoder_attention.cu).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from penstock.backend.passes.cuda.attention.prefill_attention import cut_tiles, query_rows, shared_bytes
 from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,5 +102,5 @@ def _kernel(dtype: torch.dtype, head_dim: int) -> Kernel:
     macros = (("KV_DTYPE", KV_MACRO[name]), ("HEAD_DIM", head_dim))
     num_bytes = shared_bytes(name, head_dim)
     if name == "fp32":
-        return Kernel("encoder_attention_fp32.cu", "encoder_attention_fp32", macros, 256, num_bytes)
-    return Kernel("encoder_attention.cu", "encoder_attention", macros, 128, num_bytes)
+        return Kernel("prefill/encoder_attention_fp32.cu", "encoder_attention_fp32", macros, 256, num_bytes)
+    return Kernel("prefill/encoder_attention.cu", "encoder_attention", macros, 128, num_bytes)

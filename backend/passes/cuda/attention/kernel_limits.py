@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, supports_q8_0
 
 if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 
 MAX_CONTEXT_TOKENS = 1 << 24
 SHORTEST_SEGMENT_TOKENS = 2048
@@ -18,7 +18,7 @@ ENOUGH_BLOCKS = 1024
 
 
 def segment_starts() -> list[int]:
-    """Return the first positions of all segments, as in kernels/prefill_segments.cuh."""
+    """Return the first positions of all segments, as in kernels/prefill/prefill_segments.cuh."""
     starts, step = [], SHORTEST_SEGMENT_TOKENS
     position = 0
     while position < MAX_CONTEXT_TOKENS:

@@ -2,7 +2,7 @@
 
 The host cuts a step's rows into tiles of queries and sends the list with the step. `attend`, once per layer, launches a
 block per tile and KV head. A token's output depends only on its sequence and position, not on how the sequence was cut
-into steps (kernels/prefill_attention.cu).
+into steps (kernels/prefill/prefill_attention.cu).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.ops.interface import supports_q8_0
 
 if TYPE_CHECKING:
@@ -269,8 +269,8 @@ def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS)
         macros = (*macros, *_tile(choices))
     num_bytes = shared_bytes(kv_dtype, head_dim, choices)
     if kv_dtype == "fp32":
-        return Kernel("prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
-    return Kernel("prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
+        return Kernel("prefill/prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
+    return Kernel("prefill/prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
 
 
 def _wgmma_kernels(kv_dtype: str) -> dict[int, Kernel]:
@@ -279,7 +279,7 @@ def _wgmma_kernels(kv_dtype: str) -> dict[int, Kernel]:
         return {}
     return {
         head_dim: Kernel(
-            "prefill_attention_wgmma.cu",
+            "prefill/prefill_attention_wgmma.cu",
             "prefill_attention_wgmma",
             (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim)),
             384,

@@ -1,4 +1,4 @@
-"""Cuts long contexts of prefill attention into segments at fixed positions; see kernels/prefill_segments.cuh.
+"""Cuts long contexts of prefill attention into segments at fixed positions; see kernels/prefill/prefill_segments.cuh.
 
 A block goes through all segments of its tile of queries, or a few tiles have a block for each segment so that they fill
 the device. A row's bits are the same either way.

@@ -99,7 +99,7 @@ def cubin_name(kernels: Sequence[Kernel], arch: str) -> str:
 def _sources(source: str) -> bytes:
     """A digest of the source and of all files that it may include."""
     digest = hashlib.blake2b()
-    for path in (KERNELS_DIR / source, *sorted(KERNELS_DIR.glob("*.cuh"))):
+    for path in (KERNELS_DIR / source, *sorted(KERNELS_DIR.rglob("*.cuh"))):
         digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
     return digest.digest()
 

@@ -41,8 +41,8 @@ class KernelFailed(Exception):
 class Kernel:
     """One instantiation of one kernel: everything that is fixed at compile time.
 
-    source is a file in KERNELS_DIR; entry is the `extern "C"` name of a __global__ function in it. macros are passed to
-    the compiler as -DNAME=VALUE and select dtypes, head sizes and the like.
+    source is a file below KERNELS_DIR; entry is the `extern "C"` name of a __global__ function in it. macros are passed
+    to the compiler as -DNAME=VALUE and select dtypes, head sizes and the like.
     """
 
     source: str
@@ -53,7 +53,7 @@ class Kernel:
     shared_bytes: int = 0
     """Dynamic shared memory per block."""
     is_dependent: bool = False
-    """A launch may begin before the kernels before it have ended; see `wait_for_earlier_kernels` in kernels/ptx.cuh."""
+    """A launch may begin before the kernels before it have ended; see `wait_for_earlier_kernels` of common/ptx.cuh."""
     carveout_percent: int = 100
     """The share of a multiprocessor's memory that is shared memory, not L1, while the kernel runs; -1 is
     the driver's choice. For kernels without dynamic shared memory the driver always chooses."""
@@ -76,7 +76,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """An argument of type TensorMap (kernels/hopper.cuh): a matrix of 16-bit numbers, and the boxes [box_rows,
+    """An argument of type TensorMap (kernels/common/hopper.cuh): a matrix of 16-bit numbers, and the boxes [box_rows,
     BOX_COLUMNS] in which a kernel copies it to shared memory."""
 
     tensor: Tensor

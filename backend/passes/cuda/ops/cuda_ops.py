@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cuda.attention.step_attention import StepAttention
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
     from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
     from penstock.backend.passes.ops.interface import AttentionLayer
 
 

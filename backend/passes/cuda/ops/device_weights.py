@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
     from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
 
 
 class DeviceWeights:
@@ -53,9 +53,9 @@ class DeviceWeights:
     def _place(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return self._memory.place(lambda: weight.to(self._torch_device, dtype).contiguous(), weight.shape, dtype)
 
-    def tied_table(
+    def packed_table(
         self,
         weight: Tensor | QuantizedWeight,  # noqa: ARG002 - one copy serves both
-        lm_head: CudaLinear | CudaQuantizedLinear,
+        linear: CudaLinear | CudaQuantizedLinear,
     ) -> Tensor | CudaQuantizedLinear:
-        return lm_head.weight if isinstance(lm_head, CudaLinear) else lm_head
+        return linear.weight if isinstance(linear, CudaLinear) else linear

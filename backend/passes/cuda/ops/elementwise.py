@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _MAX_HEAD_DIM = 32 * _VALUES
 
 _ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
 _ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu")
-_GATHER_ROWS = Kernel("copies.cu", "gather_rows", (), num_threads=256)
+_GATHER_ROWS = Kernel("step/copies.cu", "gather_rows", (), num_threads=256)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -217,7 +217,7 @@ def _blocks(num_threads: int, kernel: Kernel) -> int:
 
 
 def _embed(act: int) -> Kernel:
-    return Kernel("embed.cu", "embed", (("ACT", act),), num_threads=128)
+    return Kernel("rows/embed.cu", "embed", (("ACT", act),), num_threads=128)
 
 
 def _norm_threads(hidden_size: int) -> int:
@@ -228,17 +228,17 @@ def _norm_threads(hidden_size: int) -> int:
 
 
 def _norm(act: int, entry: str, num_threads: int) -> Kernel:
-    return Kernel("norms.cu", entry, (("ACT", act),), num_threads)
+    return Kernel("rows/norms.cu", entry, (("ACT", act),), num_threads)
 
 
 def _norm_q_and_k(act: int) -> Kernel:
-    return Kernel("norms.cu", "norm_q_and_k", (("ACT", act),), num_threads=256)
+    return Kernel("rows/norms.cu", "norm_q_and_k", (("ACT", act),), num_threads=256)
 
 
 def _activation(act: int, entry: str) -> Kernel:
-    return Kernel("activations.cu", entry, (("ACT", act),), num_threads=128)
+    return Kernel("rows/activations.cu", entry, (("ACT", act),), num_threads=128)
 
 
 def _rope_and_store(act: int, kv_dtype: str) -> Kernel:
     macros = (("ACT", act), ("KV_DTYPE", KV_MACRO[kv_dtype]))
-    return Kernel("rope_and_store.cu", "rope_and_store", macros, num_threads=256)
+    return Kernel("rows/rope_and_store.cu", "rope_and_store", macros, num_threads=256)

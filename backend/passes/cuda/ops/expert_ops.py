@@ -47,12 +47,12 @@ def expert_kernels(act: int) -> tuple[Kernel, Kernel, Kernel, Kernel, Kernel, Ke
     """Return route, group_pairs, multiply_experts, clamped_gate, add_expert_results and weight_by_sigmoid."""
     macros = (("ACT", act),)
     return (
-        Kernel("experts.cu", "route", macros, 128),
-        Kernel("experts.cu", "group_pairs", macros, 256),
-        Kernel("expert_products.cu", "multiply_experts", macros, 128),
-        Kernel("experts.cu", "clamped_gate", macros, 128),
-        Kernel("experts.cu", "add_expert_results", macros, 128),
-        Kernel("experts.cu", "weight_by_sigmoid", macros, 128),
+        Kernel("products/experts.cu", "route", macros, 128),
+        Kernel("products/experts.cu", "group_pairs", macros, 256),
+        Kernel("products/expert_products.cu", "multiply_experts", macros, 128),
+        Kernel("products/experts.cu", "clamped_gate", macros, 128),
+        Kernel("products/experts.cu", "add_expert_results", macros, 128),
+        Kernel("products/experts.cu", "weight_by_sigmoid", macros, 128),
     )
 
 

@@ -9,17 +9,15 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
-    PackedForm,
     StackedWeight,
-    WeightForm,
 )
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +30,7 @@ _FORMS = frozenset(
     {PackedForm(None), *map(PackedForm, INT4_GROUP_SIZES), MXFP4_FORM, Float8Form(None), Float8Form(FLOAT8_GROUP_SIZE)}
 )
 _CHUNK_BYTES = 64
-"""Contiguous bytes of one output's values; see kernels/quantised_weights.cuh."""
+"""Contiguous bytes of one output's values; see kernels/products/quantised_weights.cuh."""
 _E8M0_BIAS = 127
 
 
@@ -78,7 +76,7 @@ def packed_bytes(form: WeightForm, shape: tuple[int, int], dtype: torch.dtype) -
 
 @dataclass(frozen=True, slots=True)
 class CudaQuantizedLinear:
-    """The layout is that of kernels/quantised_weights.cuh. Its fields after zeros are as in `CudaLinear`."""
+    """The layout is that of kernels/products/quantised_weights.cuh. Its fields after zeros are as in `CudaLinear`."""
 
     form: KernelForm
     shape: tuple[int, int]
@@ -105,7 +103,7 @@ class CudaQuantizedLinear:
 
     @property
     def blocks(self) -> int:
-        """As `PackedWeights::blocks` in kernels/quantised_weights.cuh."""
+        """As `PackedWeights::blocks` in kernels/products/quantised_weights.cuh."""
         form = self.form
         if not isinstance(form, GroupedForm):
             return 0
@@ -120,10 +118,10 @@ def distinct_parts(packed: CudaQuantizedLinear) -> tuple[Tensor, ...]:
 def as_linear(
     form: KernelForm, parts: tuple[Tensor, ...], shape: tuple[int, int], dtype: torch.dtype
 ) -> CudaQuantizedLinear:
-    """Return the linear of these `distinct_parts`. Raises HeldWeightsError if they do not fit such a linear."""
+    """Return the linear of these `distinct_parts`. Raises SharedWeightsError if they do not fit such a linear."""
     num_bytes = sum(part.numel() * part.itemsize for part in parts)
     if not has_kernels(form) or not 2 <= len(parts) <= 3 or num_bytes != packed_bytes(form, shape, dtype):
-        raise HeldWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
+        raise SharedWeightsError(f"{len(parts)} parts of {num_bytes} bytes are no linear {shape} in {form}")
     return CudaQuantizedLinear(form, shape, parts[0], parts[1], parts[-1], None)
 
 

@@ -14,13 +14,10 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    GROUP_SIZES,
-    INT4_GROUP_SIZES,
-    GroupedForm,
-    PackedForm,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GROUP_SIZES, GroupedForm, PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import INT4_GROUP_SIZES
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul, WholeMatmul
 from penstock.backend.passes.cuda.ops.packed_weights import (
     MXFP4_FORM,
@@ -32,7 +29,6 @@ from penstock.backend.passes.cuda.ops.packed_weights import (
     takes_packed,
     value_bits,
 )
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,9 +37,9 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.cuda.device.launcher import Launcher
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
     from penstock.backend.passes.cuda.step.step_rows import RowArrays
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
 
 TILE_ROWS, TILE_OUTPUTS = 64, 32
 """kTileRows and kTileOutputs of product_tiles.cuh."""
@@ -75,12 +71,12 @@ def quantized_kernels(form: KernelForm, dtype: torch.dtype) -> tuple[Kernel, Ker
     """Return multiply_quantised, dequantise_rows and embed_quantised."""
     macros = (("ACT", ACT_MACRO[dtype]), *form_macros(form))
     entries = ("multiply_quantised", "dequantise_rows", "embed_quantised")
-    multiply, dequantise, embed = (Kernel("quantised_products.cu", entry, macros, 128) for entry in entries)
+    multiply, dequantise, embed = (Kernel("products/quantised_products.cu", entry, macros, 128) for entry in entries)
     return multiply, dequantise, embed
 
 
 def form_macros(form: KernelForm) -> tuple[tuple[str, int], ...]:
-    """Return the macros of kernels/quantised_weights.cuh, without ACT."""
+    """Return the macros of kernels/products/quantised_weights.cuh, without ACT."""
     is_float, has_blocks = isinstance(form, Float8Form) or form == MXFP4_FORM, isinstance(form, GroupedForm)
     return (
         ("WEIGHT", value_bits(form)), ("FLOAT", int(is_float)),
@@ -195,7 +191,7 @@ class QuantizedProducts:
         *,
         gathers: bool,
     ) -> None:
-        """As multiply_experts in kernels/expert_products.cu; weights [num_experts * outputs, inputs]."""
+        """As multiply_experts in kernels/products/expert_products.cu; weights [num_experts * outputs, inputs]."""
         rows, inputs = weights.shape
         outputs = rows // num_experts
         bias = x if weights.bias is None else weights.bias

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, chunk_inputs
 
@@ -49,7 +49,7 @@ def rounding_kernels(form: KernelForm, dtype: torch.dtype) -> tuple[Kernel, ...]
     is_float = isinstance(form, Float8Form)
     macros = (("ACT", ACT_MACRO[dtype]), ("E4M3", int(is_float)))
     entries = ("round_rows",) if is_float else ("round_rows", "scale_sums")
-    return tuple(Kernel("rounded_rows.cu", entry, macros, 128) for entry in entries)
+    return tuple(Kernel("products/rounded_rows.cu", entry, macros, 128) for entry in entries)
 
 
 def row_bytes(max_inputs: int) -> int:

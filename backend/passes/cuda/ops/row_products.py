@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_weights import PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
 from penstock.backend.passes.cuda.ops.quantized_linear import form_macros
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
     from penstock.backend.passes.cuda.step.step_rows import RowArrays
     from penstock.backend.passes.ops.interface import HeadShape
 
 HEAD_DIM_UNIT = 32
 MAX_ROWS = 32
-"""kStreamRows of kernels/product_stream.cuh."""
+"""kStreamRows of kernels/products/product_stream.cuh."""
 ROW_DTYPE = torch.bfloat16
 _NUM_THREADS = 256
 _RING_BYTES_OF_OUTPUT = 8 * 6 * 64
@@ -212,14 +212,18 @@ def _num_parts(outputs: int) -> int:
 
 @cache
 def _product(entry: str, tile: int, form: RowForm) -> Kernel:
-    return Kernel("row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+    return Kernel(
+        "products/row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True
+    )
 
 
 @cache
 def _store(kv_dtype: str, form: RowForm) -> Kernel:
     tile = _OUTPUT_TILES[0]
     macros = (*_macros(tile, form), ("KV_DTYPE", KV_MACRO[kv_dtype]))
-    return Kernel("qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True)
+    return Kernel(
+        "products/qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True
+    )
 
 
 def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
@@ -227,4 +231,4 @@ def _macros(tile: int, form: RowForm) -> tuple[tuple[str, int], ...]:
     return ("ACT", ACT_MACRO[ROW_DTYPE]), *of_form, ("TILE_OUTPUTS", tile)
 
 
-_WEIGH = Kernel("row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)
+_WEIGH = Kernel("products/row_products.cu", "weigh_rows", _macros(_OUTPUT_TILES[0], None), _NUM_THREADS)

@@ -2,7 +2,7 @@
 
 A token is the argmax of logit / temperature + Gumbel noise over the tokens that pass the filters. The noise is
 Philox4x32-10 of (the request's seed, the token's position, the token's id), so it does not depend on batch or slot.
-Filter thresholds come from integer histograms (kernels/thresholds.cuh), so they do not depend on the order of blocks.
+Filter thresholds come from integer histograms (kernels/sampling/thresholds.cuh), so the blocks' order does not matter.
 All tokens that tie with a filter's last token are kept, for typical_p too.
 """
 
@@ -61,13 +61,13 @@ _PARAMS = (
     ("num_biases", "<i4"),
     ("padding", "<i4", 3),
 )
-"""SlotParams of kernels/sampling.cuh."""
+"""SlotParams of kernels/sampling/sampling.cuh."""
 _UPDATE = np.dtype([*_PARAMS, ("slot", "<i4"), ("first_bias", "<i4"), ("first_count", "<i4"), ("num_counts", "<i4")])
-"""SlotUpdate of kernels/take_slots.cu."""
+"""SlotUpdate of kernels/sampling/take_slots.cu."""
 _PARAM_INTS = np.dtype([*_PARAMS]).itemsize // 4
 _UPDATE_INTS = _UPDATE.itemsize // 4
 
-_TAKE_SLOTS = Kernel("take_slots.cu", "take_slots", (("ACT", 0),), num_threads=256)
+_TAKE_SLOTS = Kernel("sampling/take_slots.cu", "take_slots", (("ACT", 0),), num_threads=256)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -88,10 +88,10 @@ class _SamplingKernels:
     def of(cls, act: int) -> _SamplingKernels:
         macros = (("ACT", act),)
         return cls(
-            Kernel("sampling.cu", "scan_rows", macros, _NUM_THREADS),
-            Kernel("sampling.cu", "list_tokens", macros, _NUM_THREADS),
-            Kernel("filters.cu", "filter_rows", macros, _NUM_THREADS),
-            Kernel("logprobs.cu", "log_probabilities", macros, num_threads=1024),
+            Kernel("sampling/sampling.cu", "scan_rows", macros, _NUM_THREADS),
+            Kernel("sampling/sampling.cu", "list_tokens", macros, _NUM_THREADS),
+            Kernel("sampling/filters.cu", "filter_rows", macros, _NUM_THREADS),
+            Kernel("sampling/logprobs.cu", "log_probabilities", macros, num_threads=1024),
         )
 
     @property

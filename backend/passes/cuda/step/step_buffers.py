@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _CHANGES_AT_ONCE = 1 << 13
 """Most changed page table entries in one copy."""
-_CHANGE_PAGES = Kernel("step.cu", "change_pages", (), num_threads=128)
+_CHANGE_PAGES = Kernel("step/step.cu", "change_pages", (), num_threads=128)
 
 
 def kernels() -> Iterator[Kernel]:

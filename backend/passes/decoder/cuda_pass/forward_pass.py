@@ -22,13 +22,13 @@ from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPAB
 from penstock.backend.passes.cuda.device.device import annotate_faults, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.cuda.kv_cache import page_moves
-from penstock.backend.passes.cuda.kv_cache.page_moves import HostPool, PageMoves, TokenCosts, open_pool
+from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, TokenCosts, open_pool
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
-    from penstock.backend.passes.held_weights.watch import WatchedWeights
     from penstock.backend.passes.ops.interface import Weights
+    from penstock.backend.passes.shared_weights.watch import WatchedWeights
 
 PassT = TypeVar("PassT", bound="CudaDecoderPass")
 
@@ -78,8 +78,8 @@ class CudaDecoderPass:
     token_costs: TokenCosts
     """Cost to copy a token's KV and to recompute it; measured by `create_cache`, which then chooses the cheaper one."""
 
-    held_weights: WatchedWeights | None = None
-    """Weights that outlive the process (`IHeldWeights`); None if they end with it."""
+    shared_weights: WatchedWeights | None = None
+    """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class CudaDecoderPass:
         return load_pass(model_dir, config, options, device, build)
 
     @classmethod
-    def held_bytes(cls, model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
-        """Size of the weights that `load` would map (`IFindsHeldWeights`). Frees other held weights: `load` would not
-        map them."""
-        from penstock.backend.passes.decoder.cuda_pass.loading import find_held_bytes
+    def shared_bytes(cls, model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
+        """Size of the weights that `load` would map (`IFindsSharedWeights`). Frees other shared weights: `load` would
+        not map them."""
+        from penstock.backend.passes.decoder.cuda_pass.loading import find_shared_bytes
 
-        return find_held_bytes(model_dir, options, device_uuid)
+        return find_shared_bytes(model_dir, options, device_uuid)
 
     @property
     def spec(self) -> PassSpec:
@@ -244,8 +244,8 @@ class CudaDecoderPass:
         self._ops.close()
         self._moves.close()
         del self._graphs, self._mixed_graphs, self._buffers, self._sampling, self._model
-        if self.held_weights is not None:
-            self.held_weights.close()
+        if self.shared_weights is not None:
+            self.shared_weights.close()
         self._memory.unmap()
         self._device.trim()
 

@@ -17,13 +17,13 @@ from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.passes.cuda.memory.shared_weights import DeviceMemories, fingerprint_of, mapped_bytes
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels
-from penstock.backend.passes.cuda.weight_memory.held import DeviceMemories, fingerprint_of, mapped_bytes
-from penstock.backend.passes.cuda.weight_memory.private import PrivateMemory
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings, plan_spec, step_sizes
-from penstock.backend.passes.held_weights.blocks import HeldWeightsError
-from penstock.backend.passes.held_weights.holding import load_or_map
-from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
+from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.shared_weights.sharing import load_or_map
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.forward_pass import PassOptions, PassSpec
     from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
-    from penstock.backend.passes.held_weights.watch import WatchedWeights
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.ops.interface import Weights
+    from penstock.backend.passes.shared_weights.watch import WatchedWeights
 
     class _Loaded(Protocol):
-        held_weights: WatchedWeights | None
+        shared_weights: WatchedWeights | None
 
 
 logger = logging.getLogger("penstock.backend")
@@ -88,13 +88,13 @@ def load_pass(
     with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
         fingerprint = _fingerprint(model_dir, options, device.uuid)
         memories = DeviceMemories(device, planned_bytes)
-        loaded, held = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
-    loaded.held_weights = held
+        loaded, shared = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
+    loaded.shared_weights = shared
     return loaded
 
 
-def find_held_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
-    """Return how much device memory the weights take that `load_pass` would map. Free other held weights."""
+def find_shared_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:
+    """Return how much device memory the weights take that `load_pass` would map. Free other shared weights."""
     if options.weights_fds is None:
         return 0
     fingerprint = _fingerprint(model_dir, options, device_uuid)
@@ -104,8 +104,8 @@ def find_held_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -
         try:
             if fds and fingerprint_of(fds) == fingerprint:
                 return mapped_bytes(fds)
-        except HeldWeightsError as error:
-            logger.error("the held weights cannot be used: %s", error)
+        except SharedWeightsError as error:
+            logger.error("the shared weights cannot be used: %s", error)
         finally:
             close_all(fds)
         mailbox.clear()

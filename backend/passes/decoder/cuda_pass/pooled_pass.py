@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.device.transfers import PendingCopy
-    from penstock.backend.passes.cuda.weight_memory.private import DeviceMemory
+    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
     from penstock.backend.passes.ops.interface import Weights
 

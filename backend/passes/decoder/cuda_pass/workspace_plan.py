@@ -19,8 +19,8 @@ from penstock.backend.passes.cuda.attention.step_attention import (
     layer_windows,
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import MAX_PAGE_MOVES
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses

@@ -21,12 +21,12 @@ from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    WeightForm,
 )
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions

@@ -21,13 +21,8 @@ from penstock.backend.checkpoint.files.generation_config import read_generation_
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
-from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-    BlockWeight,
-    GroupedForm,
-    Int4Weight,
-    PackedForm,
-    StackedForm,
-)
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import BlockWeight, Int4Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import PassOptions

@@ -19,7 +19,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
-from penstock.backend.passes.held_weights.memory_trimming import return_freed_memory
+from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 
 def read_bytes(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

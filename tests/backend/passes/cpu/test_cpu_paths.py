@@ -104,7 +104,8 @@ def test_kernels_compile_with_the_flags_of_each_path(build: KernelBuild) -> None
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("needs a C++ compiler: install g++")
-    command = [compiler, "-std=c++17", "-O0", "-w", "-S", "-o", "/dev/null", *build.compiler_flags, str(SOURCE)]
+    command = [compiler, "-std=c++17", "-O0", "-w", "-S", "-o", "/dev/null", *build.compiler_flags]
+    command += [f"-I{SOURCE.parent}", str(SOURCE)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -131,7 +132,7 @@ def test_every_avx512_instruction_of_the_kernels_is_emulated_on_a_cpu_without_th
     header = "#include <immintrin.h>\n"
     macros = subprocess.run(command, input=header, capture_output=True, text=True, check=True).stdout
     emulated = set(re.findall(r"^#define (_mm\w+)", macros, re.MULTILINE))
-    kernels = (SOURCE.parent / "vectors_avx512.h").read_text()
+    kernels = (SOURCE.parent / "vectors" / "vectors_avx512.h").read_text()
     used = set(re.findall(r"\b_mm512_\w+|\b_mm256_maskz?_\w+", kernels))
     assert len(used) > 40
     assert used <= emulated

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
 from penstock.backend.checkpoint.config.decoder_config import NormKind, PositionScale, QkNormScope, RopeConfig
+from penstock.backend.passes.cpu.in_torch.paged_cache import Q8KvPages
 from penstock.backend.passes.cpu.native_ops import NativeOps
-from penstock.backend.passes.cpu.torch_cache.paged_cache import Q8KvPages
 from penstock.backend.passes.ops.interface import AttentionLayer
 from tests.backend.passes.conftest import MakeOps
 from tests.backend.passes.cpu.ops_harness import (

@@ -105,7 +105,7 @@ def test_changed_sources_and_flags_change_the_directory(tmp_path: Path, monkeypa
     first, second = KernelBuild("first", ("-mavx2",)), KernelBuild("second", ("-mfma",))
     changed = replace(second, compiler_flags=("-mf16c",))
     found = {directory_name(builds) for builds in ((first,), (first, second), (second, first), (first, changed))}
-    ours = [path for path in kernels.iterdir() if path.suffix in (".cpp", ".h")]
+    ours = [path for path in kernels.rglob("*") if path.suffix in (".cpp", ".h")]
     assert len(ours) > 1
     for path in ours:
         path.write_text(path.read_text() + "\n")

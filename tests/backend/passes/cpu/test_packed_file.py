@@ -20,9 +20,9 @@ from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.path_choice import load_kernels
-from penstock.backend.passes.cpu.weight_memory import held
+from penstock.backend.passes.cpu.weight_memory import shared
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.held_weights import packed_file
+from penstock.backend.passes.shared_weights import packed_file
 from penstock.process import cache_directory
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import make_checkpoint
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.shm.memory.fd_mailbox import FdMailbox
 
 PROMPT = [5, 6, 7, 8, 9]
-real_packed_file = held.packed_file
+real_packed_file = shared.packed_file
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def native_kernels() -> None:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of packed weights."""
-    monkeypatch.setattr(held, "packed_file", real_packed_file)
+    monkeypatch.setattr(shared, "packed_file", real_packed_file)
     monkeypatch.setattr(packed_file, "cache_directory", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "weights"
 
@@ -83,7 +83,7 @@ def logits(loaded: CpuDecoderPass) -> np.ndarray:
 
 
 def is_mapped(loaded: CpuDecoderPass) -> bool:
-    return loaded.held_weights is not None and loaded.held_weights.is_mapped
+    return loaded.shared_weights is not None and loaded.shared_weights.is_mapped
 
 
 def starts_mapped(model_dir: Path, **options: Any) -> bool:
@@ -123,7 +123,7 @@ def test_later_starts_map_the_file_and_compute_the_same_bits(
 
 def test_plain_weights_get_no_file(model_dir: Path, cache: Path) -> None:
     with closing(load(model_dir, "none")) as loaded:
-        assert loaded.held_weights is None
+        assert loaded.shared_weights is None
     assert not cache.exists()
 
 
@@ -147,7 +147,7 @@ def test_whatever_happens_to_the_file_the_bits_stay_right(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path_factory.mktemp("damage")
-    monkeypatch.setattr(held, "packed_file", real_packed_file)
+    monkeypatch.setattr(shared, "packed_file", real_packed_file)
     monkeypatch.setattr(packed_file, "cache_directory", lambda: root / "cache")
     model_dir = make_checkpoint("qwen3", root / "model", num_hidden_layers=1)
     expected = logits(load(model_dir))
@@ -179,12 +179,12 @@ def test_whatever_happens_to_the_file_the_bits_stay_right(
 
 def test_damage_that_a_running_backend_finds_removes_the_file(model_dir: Path, cache: Path) -> None:
     loaded = load(model_dir)
-    assert loaded.held_weights is not None
-    assert loaded.held_weights.check_next() is None
+    assert loaded.shared_weights is not None
+    assert loaded.shared_weights.check_next() is None
     with packed_in(cache).open("r+b") as file:
         file.seek(5000)
         file.write(b"damage")
-    assert "have changed" in str(loaded.held_weights.check_next())
+    assert "have changed" in str(loaded.shared_weights.check_next())
     assert list(cache.glob("*/packed")) == []
     loaded.close()
 
@@ -201,7 +201,7 @@ def test_directory_that_cannot_be_used_costs_one_warning(
 ) -> None:
     spoil(cache)
     with closing(load(model_dir)) as loaded:
-        assert loaded.held_weights is None
+        assert loaded.shared_weights is None
     (line,) = warnings(caplog)
     assert "the packed weights cannot be kept: " in line
     assert reason in line
@@ -232,7 +232,7 @@ def test_full_disk_costs_one_warning_and_leaves_nothing_there(
     with monkeypatch.context() as patch:
         patch.setattr(os, step, full)
         alone = load(model_dir)
-    assert alone.held_weights is None
+    assert alone.shared_weights is None
     (line,) = warnings(caplog)
     assert line.endswith("No space left on device; the next start loads them again")
     assert sorted(path.name for path in cache.glob("*/*")) == ["lock", "source"]

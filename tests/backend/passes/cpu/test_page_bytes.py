@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.passes.cpu.torch_cache.paged_cache import KvShape, PagedCache, restore_page, save_page
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, restore_page, save_page
 
 NUM_PAGES = 3
 BYTES_PER_TOKEN = {"fp32": 2 * 2 * 64 * 4, "bf16": 2 * 2 * 64 * 2, "q8_0": 2 * 2 * 2 * 34}

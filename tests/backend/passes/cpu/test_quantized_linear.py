@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES, GgmlMatrix
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
@@ -255,7 +255,7 @@ def test_quantised_lm_head_serves_as_the_embedding_table(form: str, make_kernels
     harness = OpsHarness(make_kernels(replace(BASE, hidden_size=256), BF16), num_pages=3)
     weight, batch = random_weight(form, BASE.vocab_size, 256), replace(step_batch([0], [len(ids)], 16), input_ids=ids)
     ops = harness.ops
-    found = ops.embed(ops.tied_table(weight, ops.pack_linear(weight, None)), ops.begin_step(batch, ids))
+    found = ops.embed(ops.packed_table(weight, ops.pack_linear(weight, None)), ops.begin_step(batch, ids))
     assert torch.equal(harness.get("_residual", found, len(ids)), weight.dequantize()[ids])
 
 

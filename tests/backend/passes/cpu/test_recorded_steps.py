@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.passes.cpu.library.native_structs import OperationKind
 from penstock.backend.passes.cpu.native_ops import NativeOps
-from penstock.backend.passes.cpu.native_structs import OperationKind
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.model import DecoderModel
 from tests.backend.passes.conftest import make_native_ops

@@ -183,7 +183,7 @@ def test_embeddings_are_scaled_by_a_number_of_the_weights_dtype(
     weight = randn(BASE.vocab_size, BASE.hidden_size, dtype=dtype)
     batch = replace(step_batch([0], [3], 16), input_ids=np.array([99, 0, 63], np.int32))
     ops = harness.ops
-    table = ops.tied_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
+    table = ops.packed_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
     found = harness.get("_residual", ops.embed(table, ops.begin_step(batch, batch.input_ids)), 3)
     scale = 55.5 if dtype is BF16 else np.float32(55.4256)
     torch.testing.assert_close(found, weight[batch.input_ids].float() * scale, rtol=0, atol=0)
@@ -197,7 +197,7 @@ def test_embed_looks_up_the_exact_rows(tied: bool, dtype: torch.dtype, make_ops:
     ids = np.array([99, 0, 63, 64, 65, *range(30)], np.int32)
     batch = replace(step_batch([0], [len(ids)], 16), input_ids=ids)
     ops = harness.ops
-    table = ops.tied_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
+    table = ops.packed_table(weight, ops.pack_linear(weight, None)) if tied else ops.table(weight)
     found = ops.embed(table, ops.begin_step(batch, ids))
     torch.testing.assert_close(harness.get("_residual", found, len(ids)), weight[ids].float(), rtol=0, atol=0)
 

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "thread_pool.h"
+#include "step/thread_pool.h"
 
 int main(int argc, char** argv) {
     if (argc != 4) return 2;

@@ -34,8 +34,8 @@ class EmulatedCudaPass(CudaDecoderPass):
         return loaded
 
     @classmethod
-    def held_bytes(cls, model_dir: Path, options: PassOptions) -> int:  # type: ignore[override]
-        return super().held_bytes(model_dir, options, EmulatedDevice().uuid)
+    def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:  # type: ignore[override]
+        return super().shared_bytes(model_dir, options, EmulatedDevice().uuid)
 
 
 FAULT_TOKEN, OUT_OF_MEMORY_TOKEN = 13, 17

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
-from penstock.backend.checkpoint.lora.peft_adapter import open_adapters
 from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass

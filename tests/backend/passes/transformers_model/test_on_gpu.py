@@ -13,7 +13,7 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost, PassOptions
-from penstock.backend.passes.cpu.torch_cache.paged_cache import make_kv_pages
+from penstock.backend.passes.cpu.in_torch.paged_cache import make_kv_pages
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
 from penstock.backend.passes.transformers_model import forward_pass, linear_attention, model
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass

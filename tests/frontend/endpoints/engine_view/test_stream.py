@@ -13,8 +13,8 @@ import pytest
 
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import named_keys, tenant_salt
-from penstock.frontend.endpoints.engine_view import feed as feed_module
-from penstock.frontend.endpoints.engine_view.feed import MAX_QUEUED, EngineReader, Viewer
+from penstock.frontend.endpoints.server import engine_feed as feed_module
+from penstock.frontend.endpoints.server.engine_feed import MAX_QUEUED, EngineReader, Viewer
 from penstock.shm.memory.board import BackendBoard
 from tests.backend.recorded import Recorded
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes

@@ -13,7 +13,7 @@ import pytest
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey, KeyLimits
 from penstock.frontend.generation.models.model_table import ServedModels
-from penstock.frontend.generation.pooled.run import PORTION
+from penstock.frontend.generation.submission.pooled_run import PORTION
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.shm.client import FailureCode, Finish, Overloaded, PooledFailed

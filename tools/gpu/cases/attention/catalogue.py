@@ -11,7 +11,7 @@ from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as E
 from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
 from penstock.tools.gpu.cases.attention import decode, encoder, prefill
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase

@@ -10,7 +10,7 @@ import torch
 
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu.cases.check import require, require_within
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cpu.in_torch.paged_cache import quantise_q8_0
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 
 NOT_A_PAGE = 1 << 30

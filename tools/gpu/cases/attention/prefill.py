@@ -12,7 +12,7 @@ import torch
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
 from penstock.backend.passes.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu.cases.check import require, require_same_bits, require_within
 

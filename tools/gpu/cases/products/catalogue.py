@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases.check import Check, check_of
 from penstock.tools.gpu.cases.elementwise import DTYPES

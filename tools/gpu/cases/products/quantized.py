@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_EXPONENTS,
     MXFP4_GROUP_SIZE,
-    GroupedForm,
     GroupedWeight,
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
-    PackedForm,
 )
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
@@ -27,7 +26,8 @@ from penstock.tools.gpu.cases.elementwise import TOLERANCE, ints, poisoned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.cuda.device.launcher import Launcher
     from penstock.backend.passes.cuda.ops.matmul import Matmul
 

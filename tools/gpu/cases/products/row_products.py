@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.backend.passes.cuda.kv_cache.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, pack_weight
 from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts, WeighedRows

@@ -9,11 +9,11 @@ import torch
 
 from penstock.backend.checkpoint.quantization.quantizer import quantize
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     E2M1,
     INT4_GROUP_SIZES,
     MXFP4_GROUP_SIZE,
-    GroupedForm,
     GroupedWeight,
     Mxfp4Weight,
 )

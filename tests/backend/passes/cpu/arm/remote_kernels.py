@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from penstock.backend.passes.cpu.native_structs import (
+from penstock.backend.passes.cpu.library.native_structs import (
     CACHE_FORMS,
     NORM_KINDS,
     PANEL,

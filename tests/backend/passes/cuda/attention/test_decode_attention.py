@@ -17,7 +17,7 @@ from penstock.backend.passes.cuda.attention.decode_attention import (
 )
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
 from penstock.tools.gpu.cases.attention.decode import (
     H200_SHARED_BYTES,

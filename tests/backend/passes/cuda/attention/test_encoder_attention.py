@@ -34,9 +34,10 @@ def test_attention_has_no_races_and_stays_in_bounds(head_dim: int, dtype: torch.
 
 
 def test_a_window_that_ends_one_token_early_is_found(tmp_path: Path) -> None:
-    source = (KERNELS_DIR / "encoder_attention.cu").read_text()
+    source = (KERNELS_DIR / "prefill/encoder_attention.cu").read_text()
     assert source.count("distance > side") == 1
-    (tmp_path / "encoder_attention.cu").write_text(source.replace("distance > side", "distance >= side"))
+    (tmp_path / "prefill").mkdir()
+    (tmp_path / "prefill/encoder_attention.cu").write_text(source.replace("distance > side", "distance >= side"))
     check = partial(check_attention, case=EncoderCase(32, BF16, (40,), window=8))
     check(FAST)
     with pytest.raises(Mismatch, match="relative error of a token"):

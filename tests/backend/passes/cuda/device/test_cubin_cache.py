@@ -12,7 +12,7 @@ from penstock.backend.passes.cuda.device.cubin_cache import CubinCache, cubin_na
 from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed
 from penstock.process.cache_directory import CUBINS_VARIABLE
 
-KERNEL = Kernel("step.cu", "change_pages", (), 128)
+KERNEL = Kernel("step/step.cu", "change_pages", (), 128)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_second_start_compiles_nothing(kept: Path) -> None:
     for num_compiled in (1, 0):
         cache = CubinCache("sm_90a")
         with cache.opened([KERNEL]) as path:
-            assert path.read_bytes() == b"step.cu for sm_90a"
+            assert path.read_bytes() == b"step/step.cu for sm_90a"
             assert path == kept / cubin_name([KERNEL], "sm_90a")
         assert cache.num_compiled == num_compiled
     assert len(list(kept.iterdir())) == 1
@@ -68,7 +68,7 @@ def test_directory_that_others_can_write_is_not_used(kept: Path, caplog: pytest.
     (kept / cubin_name([KERNEL], "sm_90a")).write_bytes(b"planted")
     for _ in range(2):
         with CubinCache("sm_90a").opened([KERNEL]) as path:
-            assert path.read_bytes() == b"step.cu for sm_90a"
+            assert path.read_bytes() == b"step/step.cu for sm_90a"
         assert not path.exists()
     (warning,) = caplog.messages
     assert "cannot be kept" in warning
@@ -81,7 +81,7 @@ def test_cubin_that_others_can_write_is_not_used(kept: Path) -> None:
     planted.write_bytes(b"planted")
     planted.chmod(0o666)
     with CubinCache("sm_90a").opened([KERNEL]) as path:
-        assert path.read_bytes() == b"step.cu for sm_90a"
+        assert path.read_bytes() == b"step/step.cu for sm_90a"
 
 
 def test_failed_compilation_leaves_no_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from tests.backend.passes.cuda.device.called_kernels import call_kernels
 
-KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
-GATES = [Kernel("activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
+KERNEL = Kernel("rows/norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=70_000)
+GATES = [Kernel("rows/activations.cu", entry, (("ACT", 1),), num_threads=128) for entry in ("silu_mul", "gelu_mul")]
 TENSOR = torch.zeros(4)
 
 
@@ -179,7 +179,9 @@ def test_a_cupy_without_a_cache_directory_is_reported_in_one_line(monkeypatch: p
 @pytest.mark.parametrize("fault", [OSError(28, "No space left"), RuntimeError("invalid device context")], ids=str)
 def test_errors_while_loading_become_kernel_failed(cupy: FakeCupy, fault: Exception) -> None:
     cupy.compile_fault = fault
-    with pytest.raises(KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of norms.cu cannot .*: {re.escape(str(fault))}$"):
+    with pytest.raises(
+        KernelFailed, match=rf"^add_rms_norm\[ACT=1\] of rows/norms.cu cannot .*: {re.escape(str(fault))}$"
+    ):
         CupyLauncher(0).prepare([KERNEL])
 
 
@@ -192,7 +194,7 @@ def test_a_failed_launch_names_its_kernel(cupy: FakeCupy) -> None:
     with pytest.raises(KernelFailed, match=r"add_rms_norm\[ACT=1\] cannot be launched with grid \(9, 1, 1\): CUDA_ERR"):
         launcher.launch(KERNEL, (9, 1, 1), TENSOR)
     cupy.compile_fault = Fault("line 3: no such thing")
-    with pytest.raises(KernelFailed, match=r"of norms.cu cannot be loaded: line 3"):
+    with pytest.raises(KernelFailed, match=r"of rows/norms.cu cannot be loaded: line 3"):
         CupyLauncher(0).prepare([KERNEL])
 
 

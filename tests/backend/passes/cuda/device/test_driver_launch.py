@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.passes.cuda.device.launcher import Argument, Grid
 
-KERNEL = Kernel("norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=98304)
+KERNEL = Kernel("rows/norms.cu", "add_rms_norm", (("ACT", 1),), num_threads=256, shared_bytes=98304)
 EARLY = replace(KERNEL, is_dependent=True)
 LOADED = SimpleNamespace(ptr=0xF00)
 ADDRESS = 0x7F0012345678

@@ -22,14 +22,14 @@ from typing import Any, TypedDict, cast
 from penstock.backend.passes.cuda import kernel_manifest
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, Kernel, group_by_module
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from tests.backend.passes.cuda.kernels import kernel_rows, kernel_table, sass
 from tests.cuda_emulator.build import cached_directory
 
 UNCHANGED = Path(__file__).with_name("compiled_figures.jsonl")
 """A line for each case: a digest of all inputs of its compilation, and what came out."""
 
-_INCLUDE = re.compile(r'^\s*#include "([\w.]+)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^\s*#include "([\w./]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Case:
 @cache
 def _included(path: Path) -> frozenset[Path]:
     """The file and all that it includes."""
-    named = (path.parent / name for name in _INCLUDE.findall(path.read_text()))
+    named = (KERNELS_DIR / name for name in _INCLUDE.findall(path.read_text()))
     return frozenset((path,)).union(*map(_included, named))
 
 

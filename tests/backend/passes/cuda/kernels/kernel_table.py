@@ -17,7 +17,7 @@ from penstock.backend.passes.cuda import kernel_manifest
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import group_by_module
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from tests.backend.passes.cuda.kernels.kernel_rows import (
     HELD_ARCH,
     TABLE,

@@ -5,6 +5,7 @@ Needs NVRTC, and nvdisasm for the figures, but no GPU. Only what changed is comp
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -70,7 +71,7 @@ def test_machine_code_is_no_worse_than_the_table(case: Case, compilations: Compi
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHITECTURES)
 def test_figures_that_are_not_compiled_again_are_those_of_a_compilation(arch: str) -> None:
-    case = next(case for case in cases() if case.arch == arch and case.kernels[0].source == "norms.cu")
+    case = next(case for case in cases() if case.arch == arch and case.kernels[0].source == "rows/norms.cu")
     figures = read_unchanged().get(case.digest)
     assert figures is not None, "norms.cu, its headers or the compiler changed: compiled_figures.py writes them"
     assert figures == compile_case(case)
@@ -78,14 +79,13 @@ def test_figures_that_are_not_compiled_again_are_those_of_a_compilation(arch: st
 
 def test_a_changed_input_of_a_compilation_changes_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that the source includes through another counts; one that it does not include does not."""
-    for path in KERNELS_DIR.glob("*.cu*"):
-        (tmp_path / path.name).write_text(path.read_text())
-    monkeypatch.setattr(compiled_figures, "KERNELS_DIR", tmp_path)
-    case = next(case for case in cases() if case.kernels[0].source == "prefill_attention.cu")
+    kernels = shutil.copytree(KERNELS_DIR, tmp_path / "kernels")
+    monkeypatch.setattr(compiled_figures, "KERNELS_DIR", kernels)
+    case = next(case for case in cases() if case.kernels[0].source == "prefill/prefill_attention.cu")
     before = case.digest
-    assert '"ptx.cuh"' not in (tmp_path / "prefill_attention.cu").read_text()
-    for name, changes in (("hopper.cuh", False), ("ptx.cuh", True)):
-        (tmp_path / name).write_text("\n" + (tmp_path / name).read_text())
+    assert '"common/ptx.cuh"' not in (kernels / "prefill/prefill_attention.cu").read_text()
+    for name, changes in (("common/hopper.cuh", False), ("common/ptx.cuh", True)):
+        (kernels / name).write_text("\n" + (kernels / name).read_text())
         compiled_figures._included.cache_clear()
         assert (case.digest != before) == changes, name
     compiled_figures._included.cache_clear()
@@ -102,7 +102,8 @@ def test_every_instantiation_is_listed_once() -> None:
 
 
 def test_every_source_is_used_by_the_manifest() -> None:
-    assert {kernel.source for kernel in kernel_manifest.kernels()} == {path.name for path in KERNELS_DIR.glob("*.cu")}
+    sources = {str(path.relative_to(KERNELS_DIR)) for path in KERNELS_DIR.rglob("*.cu")}
+    assert {kernel.source for kernel in kernel_manifest.kernels()} == sources
 
 
 def test_a_compile_error_names_the_kernel_and_quotes_the_compiler(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import copy_pages
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.expert_ops import expert_kernels
 from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers
 from penstock.backend.passes.cuda.step.step_buffers import kernels

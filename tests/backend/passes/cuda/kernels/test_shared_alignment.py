@@ -66,13 +66,13 @@ def compile_to_ptx(source: Path, *macros: str) -> str:
 @pytest.mark.parametrize(
     ("source", "macros", "widest"),
     [
-        ("decode_attention.cu", ("KV_DTYPE=0", "HEAD_DIM=64", "NUM_WARPS=4", "RING_TILES=4"), 16),
-        ("decode_attention.cu", ("KV_DTYPE=1", "HEAD_DIM=256", "NUM_WARPS=4", "RING_TILES=3"), 16),
-        ("prefill_attention_fp32.cu", ("KV_DTYPE=0", "HEAD_DIM=64"), 16),
-        ("expert_products.cu", ("ACT=1",), 16),
-        ("sampling.cu", ("ACT=1",), 16),
-        ("filters.cu", ("ACT=1",), 16),
-        ("logprobs.cu", ("ACT=1",), 8),
+        ("decode/decode_attention.cu", ("KV_DTYPE=0", "HEAD_DIM=64", "NUM_WARPS=4", "RING_TILES=4"), 16),
+        ("decode/decode_attention.cu", ("KV_DTYPE=1", "HEAD_DIM=256", "NUM_WARPS=4", "RING_TILES=3"), 16),
+        ("prefill/prefill_attention_fp32.cu", ("KV_DTYPE=0", "HEAD_DIM=64"), 16),
+        ("products/expert_products.cu", ("ACT=1",), 16),
+        ("sampling/sampling.cu", ("ACT=1",), 16),
+        ("sampling/filters.cu", ("ACT=1",), 16),
+        ("sampling/logprobs.cu", ("ACT=1",), 8),
     ],
 )
 def test_shared_variables_declare_the_alignment_of_their_vector_accesses(

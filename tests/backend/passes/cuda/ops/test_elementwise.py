@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.backend.passes.cpu.torch_cache.paged_cache import quantise_q8_0
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO, CacheLayout
-from penstock.backend.passes.cuda.kv_cache.page_moves import copy_pages
+from penstock.backend.passes.cpu.in_torch.paged_cache import quantise_q8_0
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.memory.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import unsupported_reason
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.elementwise import (
@@ -63,7 +63,7 @@ def test_the_norm_of_the_sum_agrees_with_float64(dtype: torch.dtype, hidden: int
 
 @pytest.mark.parametrize(("hidden", "num_threads"), [(264, 64), (1024, 128), (4096, 512), (4104, 288), (16384, 1024)])
 def test_norms_of_up_to_4096_values_have_a_thread_for_every_eight(hidden: int, num_threads: int) -> None:
-    norms = [kernel for kernel in make(LAUNCHERS["fast"], hidden=hidden).kernels if kernel.source == "norms.cu"]
+    norms = [kernel for kernel in make(LAUNCHERS["fast"], hidden=hidden).kernels if kernel.source == "rows/norms.cu"]
     assert [kernel.num_threads for kernel in norms[:3]] == [num_threads] * 3
 
 

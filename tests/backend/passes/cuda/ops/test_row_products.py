@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.passes.cuda.kv_cache.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.cuda.ops.row_products import MAX_ROWS
 from penstock.tools.gpu.cases.products.row_products import (
     CASES,

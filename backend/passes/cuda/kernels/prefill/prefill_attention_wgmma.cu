@@ -1,0 +1,173 @@
+// prefill_attention.cu for sm_90a: two warpgroups compute, each with 64 query rows, and a ninth warp copies keys and
+// values. A row's result has the same properties; its bits differ. After FlashAttention-3 (arXiv 2407.08608).
+//
+// grid (kv heads, query tiles), 288 threads. The products of a tile's values and of the next tile's keys run one after
+// the other; meanwhile, the other warpgroup is at its softmax.
+//
+// Macros: HEAD_DIM (64 or 128), KV_DTYPE (1).
+
+#define NUM_WARPGROUPS 2
+#define KEY_TOKENS 128
+
+#include "common/hopper.cuh"
+#include "prefill/prefill_masks.cuh"
+#include "prefill/prefill_ring.cuh"
+#include "prefill/prefill_segments.cuh"
+
+constexpr int kGroupBytes = 8 * 128;  // of 8 rows
+
+struct Shared {
+    unsigned char queries[kQueryRows * HEAD_DIM * 2];  // swizzled in rows of 128 bytes, like tiles
+    Ring ring;
+    int positions[kQueryRows];
+    int is_last;
+};
+
+static_assert(sizeof(Shared::queries) % 1024 == 0 && kTileBytes % 1024 == 0);
+
+// Start scores = queries · keysᵀ for the warpgroup's rows.
+__device__ __forceinline__ void start_scores(Scores& scores, const unsigned char* queries, const unsigned char* keys) {
+    const unsigned long long a = matrix_descriptor(queries, 16, kGroupBytes);
+    const unsigned long long b = matrix_descriptor(keys, 16, kGroupBytes);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        const int column_bytes = step % 4 * 32;
+        wgmma_bf16(scores[0], a + (step / 4 * kQueryRows * 128 + column_bytes) / 16,
+                   b + (step / 4 * kHalfBytes + column_bytes) / 16, step > 0);
+    }
+    wgmma_commit();
+}
+
+// Start sums += weights · values.
+__device__ __forceinline__ void start_sums(Sums& sums, const Weights& weights, const unsigned char* values) {
+    const unsigned long long b = matrix_descriptor(values, kHalfBytes, kGroupBytes);
+#pragma unroll
+    for (int step = 0; step < kTokens / 16; ++step) {
+        wgmma_bf16_by_rows(sums[0], weights[0][step], b + step * 16 * 128 / 16);
+    }
+    wgmma_commit();
+}
+
+// The positions that a warp or a warpgroup sees.
+struct Sight {
+    int first, last;  // rows' positions; last is -1 if there are none
+    int window;
+
+    // Through a shuffle, so that the compiler knows that all lanes have the same values.
+    __device__ __forceinline__ Sight(const QueryTile<kQueryRows>& tile, int row, int num_rows, int window)
+        : first(__shfl_sync(kWholeWarp, tile.position(row), 0)),
+          last(__shfl_sync(kWholeWarp, row < tile.num_rows ? tile.position(row + num_rows - 1) : -1, 0)),
+          window(window) {}
+    __device__ __forceinline__ bool some(int token) const {
+        return token <= last && token + kTokens - 1 > first - window;
+    }
+    __device__ __forceinline__ bool all(int token) const {
+        return token + kTokens - 1 <= first && token > last - window;
+    }
+};
+
+// As prefill_attention, but cache is the map of this layer's pages in boxes [page size, 64].
+extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
+    prefill_attention_wgmma(void* out, const void* qkv, const __grid_constant__ TensorMap cache, const int* page_table,
+                            const int* context_lens, const int* query_starts, const int* slots, const int* tiles,
+                            const float* sinks, float* merged_sums, float2* merged_peaks, float* part_sums,
+                            float2* part_peaks, unsigned* tickets, int act, int max_pages, int page_bits, int group,
+                            int window, float scale, float soft_cap) {
+    extern __shared__ __align__(1024) unsigned char dynamic_shared[];
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
+    const PrefillStep step{page_table, context_lens, query_starts,
+                           slots,      tiles,        max_pages,
+                           group,      window > 0 ? window : 1 << 30};
+    if (step.is_padding(int(blockIdx.y))) return;
+    // The tiles are those of a layer without a window.
+    if (window > 0 && tiles[4 * blockIdx.y + 2] > 0) return;
+    const QueryTile<kQueryRows> tile(step, int(blockIdx.y));
+    const KeyRange range(step, tile, window);
+    const bool computes = threadIdx.x < kThreads, copies = threadIdx.x / 32 == kComputingWarps;
+    const auto boxes = [&] {
+        return BoxCopies(shared.ring, cache, tile.pages, page_bits, range.begin, range.end, tile.length);
+    };
+    if (copies) {
+        if (threadIdx.x == kThreads) shared.ring.init();
+        __syncwarp();
+        boxes().start();  // while the others load queries
+    }
+    if (computes) load_queries(shared.queries, tile, qkv, act);
+    if (threadIdx.x < kQueryRows) shared.positions[threadIdx.x] = tile.position(int(threadIdx.x));
+    fence_stores();
+    __syncthreads();
+
+    if (!computes) {
+        keep_registers<40>();
+        if (copies) boxes().run();
+    } else {
+        take_registers<232>();
+        Sums sums;
+        PerRow references, totals;
+        reset(sums, references, totals);
+        const float to_log2 = soft_cap > 0.0f ? kLog2E : scale * kLog2E;
+        const SegmentWorkspace workspace{{merged_sums, merged_peaks}, {part_sums, part_peaks}, tickets};
+        const int warpgroup = __shfl_sync(kWholeWarp, int(threadIdx.x / 128), 0);
+        const Sight warp(tile, int(threadIdx.x / 32) * 16, 16, step.window);
+        const Sight own(tile, warpgroup * 64, 64, step.window);
+        const unsigned char* queries = shared.queries + warpgroup * 64 * 128;
+        Scores scores;
+        Weights weights;
+        int number = 0;  // of the tile of keys at `first`
+        const auto skip = [&] {
+            for (int i = 0; i < 2; ++i, ++number) {
+                shared.ring.wait(number);
+                __syncwarp();  // Without products no lane waits for the others: one might miss two phases.
+                shared.ring.release(number);
+            }
+        };
+        const auto weigh = [&](int first) {
+            if (soft_cap > 0.0f) cap_scores(scores, scale, soft_cap);
+            if (!warp.all(first)) mask(scores, shared.positions, first, step.window);
+            softmax(weights, scores, sums, references, totals, to_log2);
+        };
+        for (int first = range.begin / kTokens * kTokens; first < range.end;) {
+            const int stop = range.stop(first, window);
+            for (; first < stop && !own.some(first); first += kTokens) skip();
+            if (first < stop) {
+                const unsigned char* keys = shared.ring.wait(number);
+                wgmma_fence();
+                start_scores(scores, queries, keys);
+                wgmma_wait<0>();
+                pin(scores[0]);
+                shared.ring.release(number);
+                for (; first + kTokens < stop && own.some(first + kTokens); first += kTokens, number += 2) {
+                    weigh(first);
+                    const unsigned char* values = shared.ring.wait(number + 1);
+                    const unsigned char* next_keys = shared.ring.wait(number + 2);
+                    pin(sums[0]);
+                    wgmma_fence();
+                    start_sums(sums, weights, values);
+                    start_scores(scores, queries, next_keys);
+                    wgmma_wait<0>();
+                    pin(sums[0]);
+                    pin(scores[0]);
+                    shared.ring.release(number + 1);
+                    shared.ring.release(number + 2);
+                }
+                weigh(first);
+                const unsigned char* values = shared.ring.wait(number + 1);
+                pin(sums[0]);
+                wgmma_fence();
+                start_sums(sums, weights, values);
+                wgmma_wait<0>();
+                pin(sums[0]);
+                shared.ring.release(number + 1);
+                first += kTokens;
+                number += 2;
+            }
+            for (; first < stop; first += kTokens) skip();
+            if (stop == range.end) break;
+            const OutputRows rows(QueryTile<kQueryRows>(step, int(blockIdx.y)));
+            workspace.merged.add(sums, references, totals, rows.tile.num_rows, stop > kShortestSegment, to_log2, rows);
+            reset(sums, references, totals);
+        }
+        finish_block(out, step, workspace, range, window, act, sums, references, totals, to_log2, sinks,
+                     &shared.is_last);
+    }
+}

@@ -1,0 +1,114 @@
+// The stream of keys and values to shared memory for products of warpgroups: one warp starts copies of boxes, and the
+// others wait for whole tiles.
+//
+// A tile has kHalves parts, each [kTokens, 64], with rows of 128 bytes that are swizzled. Tiles take the slots of a
+// ring in turn: the keys and then the values of the first tokens, then the next tokens'. So the tile with number n is in
+// slot n % kSlots, and its barriers' phase has the parity of n / kSlots.
+//
+// Macros: HEAD_DIM (64 or 128), NUM_WARPGROUPS.
+
+#pragma once
+
+#include "common/hopper.cuh"
+#include "prefill/prefill_products.cuh"
+
+constexpr int kSlots = 4;
+constexpr int kHalves = HEAD_DIM / 64;
+constexpr int kHalfBytes = kTokens * 128, kTileBytes = kHalves * kHalfBytes;
+constexpr int kComputingWarps = kThreads / 32;
+
+// In shared memory.
+struct Ring {
+    unsigned char tiles[kSlots][kTileBytes];
+    Barrier full[kSlots];   // a tile has come
+    Barrier empty[kSlots];  // all computing warps have used it
+    Barrier unmasked;       // a tile has come that the copying warp still has to change
+
+    __device__ __forceinline__ void init() {
+        for (int slot = 0; slot < kSlots; ++slot) {
+            barrier_init(&full[slot], 1);
+            barrier_init(&empty[slot], kComputingWarps);
+        }
+        barrier_init(&unmasked, 1);
+        fence_stores();
+    }
+
+    __device__ __forceinline__ const unsigned char* wait(int number) {
+        barrier_wait(&full[number % kSlots], number / kSlots & 1);
+        return tiles[number % kSlots];
+    }
+    // Call in each computing warp after its last use of the tile.
+    __device__ __forceinline__ void release(int number) {
+        if ((threadIdx.x & 31) == 0) barrier_arrive(&empty[number % kSlots]);
+    }
+};
+
+// Copies the keys and values of tiles with positions from `begin` to `end` of one sequence, which has `length` positions,
+// from a cache [pages, 2, kv heads, page size, HEAD_DIM]. A box is 64 numbers of a page's rows.
+struct BoxCopies {
+    Ring& ring;
+    const TensorMap& cache;
+    const int* pages;  // of the sequence
+    int page_bits;     // 2^page_bits tokens in a page
+    int begin, end, length;
+    int half, box_token;  // of the lane's box, within a tile
+    int first, page;      // of the next tile, and the page of the lane's box in it
+    unsigned num_unmasked = 0;
+
+    __device__ __forceinline__ BoxCopies(Ring& ring, const TensorMap& cache, const int* pages, int page_bits, int begin,
+                                         int end, int length)
+        : ring(ring), cache(cache), pages(pages), page_bits(page_bits), begin(begin), end(end), length(length) {
+        const int lane = int(threadIdx.x & 31), boxes_of_half = kTokens >> page_bits;
+        half = lane / boxes_of_half;
+        box_token = lane % boxes_of_half << page_bits;
+        first = begin / kTokens * kTokens;
+        page = find_page(first);
+    }
+
+    // Copy the first tile of keys, and then all others. All lanes of one warp call together.
+    __device__ __forceinline__ void start() { copy(0, 2 * page, false); }
+    __device__ __forceinline__ void run() {
+        for (int number = 1;;) {
+            const int next_page = find_page(first + kTokens);
+            // Products also read values whose weight is 0. Other numbers than the sequence's may be NaN.
+            copy(number++, 2 * page + 1, first < begin || first + kTokens > length);
+            first += kTokens;
+            page = next_page;
+            if (first >= end) break;
+            copy(number++, 2 * page, false);
+        }
+    }
+
+  private:
+    // Page 0 for positions before `begin` and outside the sequence.
+    __device__ __forceinline__ int find_page(int first) const {
+        const int position = first + box_token;
+        const bool exists = half < kHalves && position + (1 << page_bits) > begin && position < length;
+        return exists ? __ldg(pages + (position >> page_bits)) : 0;
+    }
+
+    __device__ __forceinline__ void copy(int number, int half_page, bool masks) {
+        const int slot = number % kSlots, lane = int(threadIdx.x & 31);
+        unsigned char* tile = ring.tiles[slot];
+        Barrier* barrier = masks ? &ring.unmasked : &ring.full[slot];
+        barrier_wait(&ring.empty[slot], (number / kSlots & 1) ^ 1);
+        if (lane == 0) barrier_arrive_for_bytes(barrier, kTileBytes);
+        __syncwarp();
+        if (half < kHalves) {
+            const int row = (half_page * int(gridDim.x) + int(blockIdx.x)) << page_bits;
+            copy_box(tile + half * kHalfBytes + box_token * 128, cache, row, half * 64, barrier);
+        }
+        if (!masks) return;
+        barrier_wait(barrier, num_unmasked++ & 1);
+        for (int row = 0; row < kTokens; ++row) {
+            if (first + row >= begin && first + row < length) continue;
+            if (lane < kHalves * 8) {
+                *reinterpret_cast<uint4*>(tile + lane / 8 * kHalfBytes + row * 128 + lane % 8 * 16) =
+                    make_uint4(0, 0, 0, 0);
+            }
+        }
+        fence_stores();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(&ring.full[slot]);
+    }
+};

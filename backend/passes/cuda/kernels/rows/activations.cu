@@ -1,0 +1,43 @@
+// Activations. Gated: out = f(gate) * up, where gate_up is [T, 2 * size], [gate | up] in each row, and out [T, size].
+
+#include "rows/activations.cuh"
+#include "common/values.cuh"
+
+constexpr int kThreads = 128;
+
+// Blocks: x rows, y chunks of 8 numbers, one chunk per thread. size: a multiple of 8.
+template <class F>
+__device__ __forceinline__ void gate(const Act* gate_up, Act* out, int size, const F& activation) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= size) return;
+    const Act* row = gate_up + (long long)(blockIdx.x) * 2 * size;
+    float x[8], up[8];
+    load8(row + column, x);
+    load8(row + size + column, up);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[j] = activation(x[j]) * up[j];
+    store8(out + (long long)(blockIdx.x) * size + column, x);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    silu_mul(const Act* __restrict__ gate_up, Act* __restrict__ out, int size) {
+    gate(gate_up, out, size, Silu{});
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    gelu_mul(const Act* __restrict__ gate_up, Act* __restrict__ out, int size) {
+    gate(gate_up, out, size, GeluTanh{});
+}
+
+// x and out [T, size].
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    gelu(const Act* __restrict__ x, Act* __restrict__ out, int size) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= size) return;
+    const long long start = (long long)(blockIdx.x) * size + column;
+    float y[8];
+    load8(x + start, y);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = GeluTanh{}(y[j]);
+    store8(out + start, y);
+}

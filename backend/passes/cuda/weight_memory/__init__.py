@@ -1,5 +1,0 @@
-"""Memory of the GPU for packed weights: the process's own, or blocks that outlive it.
-
-`private` is torch's own memory, and has the interface. `held` is blocks that one process fills and later ones map, with
-a `manifest` beside them. Start with `held`.
-"""
