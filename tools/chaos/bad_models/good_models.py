@@ -157,7 +157,7 @@ def _as_gguf(plain: dict[str, bytes]) -> bytes:
         writer.add_eos_token_id(0)
         writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
         for name, tensor in load(plain[WEIGHTS]).items():
-            full = names.get_name(name, try_suffixes=(".weight",))
+            full = names.get_name(name, try_suffixes=(".weight",)) or name
             if tensor.dim() == 1:
                 writer.add_tensor(full, tensor.numpy())
                 continue
