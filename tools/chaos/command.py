@@ -160,8 +160,11 @@ def _run(options: ChaosOptions) -> Outcome:
         outcome = uvloop.run(run.run())
         for fault in server.stop():
             ledger.imbalance("the server did not end as it should", fault)
-        for fault in server.kill_supervisors():
-            ledger.imbalance("processes outlive their supervisor", fault)
+        try:
+            for fault in server.kill_supervisors():
+                ledger.imbalance("processes outlive their supervisor", fault)
+        except ChaosError as error:  # the report of the run is not lost
+            ledger.imbalance("the server did not start again", str(error))
     return outcome
 
 

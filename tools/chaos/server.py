@@ -207,7 +207,7 @@ class Server:
             self.serve = self._start_serve()
             deadline_s = time.monotonic() + _START_TIMEOUT_S
             while len(session_members(self.serve.pid)) < 2 or (waits and not asyncio.run(_is_up(self.url_a))):
-                self.check_alive()
+                self.serve.check_alive()
                 if time.monotonic() > deadline_s:
                     raise ChaosError(f"the server was not ready again in {_START_TIMEOUT_S:g} s")
                 time.sleep(_POLL_S)
