@@ -15,7 +15,6 @@ import msgspec
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
-from penstock.process.children import stop_with_parent
 from penstock.process.supervisor import module_argv
 
 if TYPE_CHECKING:
@@ -37,12 +36,7 @@ class Sizes(msgspec.Struct, frozen=True):
 def estimate(backends: Sequence[BackendOptions]) -> Sizes:
     """Raises StartupError if the device's memory is unknown."""
     encoded = msgspec.json.encode(list(backends), enc_hook=str)
-    run = subprocess.run(
-        module_argv("penstock.serve.sleeping_models.sizes"),
-        input=encoded,
-        capture_output=True,
-        preexec_fn=stop_with_parent,
-    )
+    run = subprocess.run(module_argv("penstock.serve.sleeping_models.sizes"), input=encoded, capture_output=True)
     if run.returncode:
         lines = run.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
         raise StartupError(f"the models' sizes cannot be estimated: {lines[-1]}")
