@@ -46,6 +46,10 @@ class SamplingParams:
     """Distinct tokens to report instead of the top ones. No effect if num_logprobs is -1."""
 
     @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
     def num_reported(self) -> int:
         """Tokens to report in addition to the sampled one; -1 for none."""
         if self.num_logprobs < 0:

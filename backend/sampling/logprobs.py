@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,12 +25,8 @@ def token_logprobs(
     tokens: NDArray[np.int32],
     rows: NDArray[np.int64],
     width: int,
-    named: Sequence[tuple[int, ...]] = (),
 ) -> TokenLogprobs:
-    """Log probabilities for these rows of logits [L, V]; tokens [L] are the sampled ones, width the top to report.
-
-    named: for each of the rows the tokens that are reported instead of the top ones, if any.
-    """
+    """Log probabilities for these rows of logits [L, V]; tokens [L] are the sampled ones, width the top to report."""
     values = logits[rows].astype(np.float64)
     peaks = values.max(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):  # NaN where a row of scored tokens is not finite
@@ -46,12 +43,6 @@ def token_logprobs(
     order = np.argsort(-np.take_along_axis(values, candidates, axis=1), axis=1, kind="stable")
     top_ids = np.take_along_axis(candidates, order, axis=1)
     top = np.take_along_axis(values, top_ids, axis=1)
-    if any(named):
-        wider = (0, 0), (0, max(0, max(map(len, named)) - width))
-        top_ids, top = np.pad(top_ids, wider, constant_values=-1), np.pad(top, wider, constant_values=np.nan)
-        for place, ids in enumerate(named):
-            if ids:
-                top_ids[place, : len(ids)], top[place, : len(ids)] = ids, values[place, list(ids)]
     return TokenLogprobs(
         rows=rows.astype(np.int32),
         chosen=chosen[:, 0].astype(np.float32),
@@ -59,6 +50,19 @@ def token_logprobs(
         top_ids=top_ids.astype(np.int32),
         top=top.astype(np.float32),
     )
+
+
+def with_named_tokens(
+    found: TokenLogprobs, logits: NDArray[np.float32], tokens: NDArray[np.int32], named: Sequence[tuple[int, ...]]
+) -> TokenLogprobs:
+    """Give found's rows their named tokens for the top ones. logits [L, V]; tokens [L] are the sampled ones."""
+    wider = (0, 0), (0, max(0, max(map(len, named)) - found.top.shape[1]))
+    top_ids, top = np.pad(found.top_ids, wider, constant_values=-1), np.pad(found.top, wider, constant_values=np.nan)
+    for place, (row, ids) in enumerate(zip(found.rows.tolist(), named, strict=True)):
+        if ids:
+            log_sum = float(logits[row, tokens[row]]) - float(found.chosen[place])
+            top_ids[place, : len(ids)], top[place, : len(ids)] = ids, logits[row, list(ids)] - np.float64(log_sum)
+    return replace(found, top_ids=top_ids, top=top)
 
 
 def score_in_blocks(scored: ScoredTokens, logits_of: Callable[[slice], NDArray[np.float32]]) -> TokenLogprobs:

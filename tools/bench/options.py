@@ -79,6 +79,32 @@ class PromptOptions(PromptLength):
     vocab_size: AtLeastOne | None = None
     """Upper bound of random token ids. Default: the value in the server's /v1/models."""
 
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0
+    """Temperature of the requests; 0 is greedy."""
+
+    top_k: NotNegative = 0
+    """Most likely tokens that are drawn from; 0 leaves it out of the requests."""
+
+    top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0
+    """Mass of the tokens that are drawn from; 1 leaves it out of the requests."""
+
+    presence_penalty: Annotated[float, Parameter(validator=Number(gte=-2, lte=2))] = 0.0
+    """Penalty of tokens that the answer has already; 0 leaves it out of the requests."""
+
+    logprobs: NotNegative | None = None
+    """Log probabilities that are asked for beside each token."""
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a request's body."""
+        fields: dict[str, Any] = {"temperature": self.temperature}
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("presence_penalty", 0.0)):
+            if (value := getattr(self, name)) != off:
+                fields[name] = value
+        if self.logprobs is None:
+            return fields
+        chat = {"logprobs": True, "top_logprobs": self.logprobs}
+        return fields | (chat if self.endpoint == "chat" else {"logprobs": self.logprobs})
+
     def prompts(self, target: Target) -> Workload:
         """Prompts of token ids if the endpoint takes them and the vocabulary is known. Raises BenchError."""
         vocab_size = self.vocab_size or target.vocab_size

@@ -31,6 +31,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
 )
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
@@ -134,6 +135,7 @@ class NativeOps:
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
+        self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
         self._layers: dict[int, Attention] = {}
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None

@@ -6,6 +6,7 @@ once, and the result is kept in the user's cache: later starts take the same pat
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -13,10 +14,10 @@ import os
 import platform
 import statistics
 import tempfile
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cpu.library.cpu_paths import (
@@ -34,12 +35,12 @@ from penstock.backend.passes.cpu.library.native_library import (
     open_build,
     request_tiles,
 )
+from penstock.backend.passes.cpu.library.native_structs import Shape, declare_functions
+from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_timing import TIMED_ROWS, time_products
 from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    import ctypes
 
 logger = logging.getLogger("penstock.backend")
 
@@ -109,6 +110,19 @@ def load_kernels(cpu_path: str = AUTO) -> NativeKernels | None:
         logger.warning("No native CPU kernels, slower torch operations instead: %s", error)
         return None
     return kernels
+
+
+def load_sampler(vocab_size: int, max_slots: int) -> NativeSampler | None:
+    """A sampler with threads of its own, for a pass without `NativeOps`; None without kernels."""
+    kernels = load_kernels()
+    if kernels is None:
+        return None
+    declare_functions(kernels.library)
+    shape = Shape(num_heads=1, num_kv_heads=1, head_dim=16, page_size=16)
+    engine = kernels.library.ps_create(num_usable_cores(), 0, ctypes.byref(shape))
+    sampler = NativeSampler(kernels.library, engine, vocab_size, max_slots)
+    weakref.finalize(sampler, kernels.library.ps_destroy, engine)
+    return sampler
 
 
 def _open_named(path: CpuPath) -> NativeKernels:

@@ -78,7 +78,8 @@ class CpuDecoderPass(HostSampling):
 
         groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
         """
-        super().__init__(config.vocab_size, max_running)
+        sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
+        super().__init__(config.vocab_size, max_running, sampler)
         self._config = config
         self._groups = groups or one_group(config)
         self._ops = ops

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.sampling.sampler import IRowSampler
 
 
 class Weights(Protocol):
@@ -257,6 +258,11 @@ class CpuOps(Ops, Protocol):
 
     @property
     def adapters(self) -> LinearAdapters: ...
+
+    @property
+    def make_sampler(self) -> Callable[[int], IRowSampler] | None:
+        """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
+        ...
 
     @property
     def cache(self) -> list[Tensor] | PageParts:

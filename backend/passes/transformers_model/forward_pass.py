@@ -12,6 +12,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.cpu.in_torch.paged_cache import PagedCache
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
+from penstock.backend.passes.cpu.path_choice import load_sampler
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
 from penstock.backend.passes.cuda.device.device import annotate_faults
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
@@ -51,7 +52,7 @@ class TransformersPass(HostSampling):
         self, facts: ModelFacts, model: Module, spec: PassSpec, max_running: int, gpu: Device | None = None
     ) -> None:
         """model is on the GPU, if there is one, else on the CPU."""
-        super().__init__(facts.vocab_size, max_running)
+        super().__init__(facts.vocab_size, max_running, load_sampler(facts.vocab_size, max_running))
         self._gpu = gpu
         self._device = _CPU if gpu is None else gpu.torch_device
         self._facts = facts

@@ -17,7 +17,9 @@ from penstock.backend.forward_pass import (
     StepBatch,
     TokenMasks,
 )
-from penstock.backend.sampling.sampler import HostSampling, philox_uniform
+from penstock.backend.sampling.numpy_sampler import philox_uniform
+from penstock.backend.sampling.sampler import HostSampling
+from tests.backend.sampling.conftest import MakeSampling
 
 VOCAB = 700
 
@@ -63,9 +65,9 @@ def kept_by_reference(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {token for token in kept if np.exp(scaled[token]) >= params.min_p * peak}
 
 
-def test_greedy_is_the_argmax_of_each_row() -> None:
+def test_greedy_is_the_argmax_of_each_row(sampling: MakeSampling) -> None:
     logits = np.random.default_rng(0).normal(size=(5, VOCAB))
-    sampler = HostSampling(VOCAB, 8)
+    sampler = sampling(VOCAB, 8)
     inits = tuple(slot_init(slot, temperature=0.0) for slot in range(5))
     assert sample(sampler, logits, decode_batch([0, 1, 2, 3, 4], inits=inits)) == logits.argmax(axis=1).tolist()
 
@@ -79,12 +81,12 @@ def test_greedy_is_the_argmax_of_each_row() -> None:
     st.integers(0, 2**63 - 1),
 )
 def test_only_tokens_that_the_filters_keep_are_drawn(
-    temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+    sampling: MakeSampling, temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     logits = np.random.default_rng(seed % 1000).normal(size=(1, VOCAB)) * 3
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed)
     allowed = kept_by_reference(logits[0].astype(np.float32), params)
-    sampler = HostSampling(VOCAB, 1)
+    sampler = sampling(VOCAB, 1)
     init = SlotInit(0, params, np.array([1], np.int32), 1)
     for position in range(1, 12):
         inits = (init,) if position == 1 else ()
@@ -101,11 +103,11 @@ def test_only_tokens_that_the_filters_keep_are_drawn(
         {"temperature": 1.0, "min_p": 0.05, "top_p": 0.98, "top_k": 40},
     ],
 )
-def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -> None:
+def test_draws_follow_the_distribution_by_chi_square(sampling: MakeSampling, params: dict[str, float]) -> None:
     """30,000 draws of different seeds; the bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
     vocab, draws, width = 60, 30_000, 500
     logits = np.random.default_rng(5).normal(size=vocab).astype(np.float32) * 2
-    sampler = HostSampling(vocab, width)
+    sampler = sampling(vocab, width)
     counts = np.zeros(vocab)
     for start in range(0, draws, width):
         inits = tuple(slot_init(slot, seed=start + slot, **params) for slot in range(width))
@@ -120,16 +122,16 @@ def test_draws_follow_the_distribution_by_chi_square(params: dict[str, float]) -
     assert statistic < dof * (1 - 2 / (9 * dof) + 4.75 * (2 / (9 * dof)) ** 0.5) ** 3
 
 
-def test_draw_depends_neither_on_the_batch_nor_on_the_slot() -> None:
+def test_draw_depends_neither_on_the_batch_nor_on_the_slot(sampling: MakeSampling) -> None:
     rng = np.random.default_rng(1)
     mine = rng.normal(size=VOCAB)
     params = {"temperature": 0.9, "top_p": 0.8, "top_k": 200, "seed": 77, "repetition_penalty": 1.3}
-    alone = HostSampling(VOCAB, 64)
+    alone = sampling(VOCAB, 64)
     expected = [
         sample(alone, mine[None], decode_batch([0], p, (slot_init(0, [4, 5], **params),) if p == 2 else ()))[0]
         for p in range(2, 20)
     ]
-    crowded = HostSampling(VOCAB, 64)
+    crowded = sampling(VOCAB, 64)
     got = []
     for position in range(2, 20):
         others = rng.permutation(np.delete(np.arange(64), 41))[: rng.integers(1, 40)].tolist()
@@ -144,7 +146,7 @@ def test_draw_depends_neither_on_the_batch_nor_on_the_slot() -> None:
     assert got == expected
 
 
-def test_penalties_and_bias_match_a_plain_reference() -> None:
+def test_penalties_and_bias_match_a_plain_reference(sampling: MakeSampling) -> None:
     rng = np.random.default_rng(2)
     logits = rng.normal(size=VOCAB).astype(np.float32) * 2
     prompt, generated = [3, 3, 9, 20], [50, 50, 50, 3, 51]
@@ -155,7 +157,7 @@ def test_penalties_and_bias_match_a_plain_reference() -> None:
         frequency_penalty=0.3,
         logit_bias=((7, 2.5), (9, -100.0)),
     )
-    sampler = HostSampling(VOCAB, 2)
+    sampler = sampling(VOCAB, 2)
     init = SlotInit(0, params, np.array(prompt + generated, np.int32), len(prompt))
     history = list(generated)
     for step in range(30):
@@ -172,9 +174,9 @@ def test_penalties_and_bias_match_a_plain_reference() -> None:
     assert len(set(history)) > 5
 
 
-def test_penalties_do_not_count_embeddings_of_the_prompt() -> None:
+def test_penalties_do_not_count_embeddings_of_the_prompt(sampling: MakeSampling) -> None:
     """Used as an index, FROM_EMBEDDINGS would be the second last token."""
-    sampler = HostSampling(VOCAB, 1)
+    sampler = sampling(VOCAB, 1)
     logits = np.zeros((1, VOCAB), np.float32)
     logits[0, [FROM_EMBEDDINGS, 5, 6]] = 2.0, 1.9, 1.8
     tokens = [FROM_EMBEDDINGS, FROM_EMBEDDINGS, 5]
@@ -184,11 +186,11 @@ def test_penalties_do_not_count_embeddings_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("temperatures", [(0.0, 1.0), (0.0, 0.0)])
-def test_row_without_finite_logits_fails_alone(temperatures: tuple[float, float]) -> None:
+def test_row_without_finite_logits_fails_alone(sampling: MakeSampling, temperatures: tuple[float, float]) -> None:
     logits = np.random.default_rng(3).normal(size=(4, VOCAB))
     logits[1, 5] = np.nan
     logits[2] = -np.inf
-    sampler = HostSampling(VOCAB, 4)
+    sampler = sampling(VOCAB, 4)
     inits = tuple(slot_init(slot, temperature=temperatures[slot % 2]) for slot in range(4))
     tokens = sample(sampler, logits, decode_batch([0, 1, 2, 3], inits=inits))
     assert tokens[1] == tokens[2] == NOT_FINITE
@@ -196,8 +198,8 @@ def test_row_without_finite_logits_fails_alone(temperatures: tuple[float, float]
     assert 0 <= tokens[3] < VOCAB
 
 
-def test_from_slot_is_the_last_token_sampled_for_the_slot() -> None:
-    sampler = HostSampling(VOCAB, 4)
+def test_from_slot_is_the_last_token_sampled_for_the_slot(sampling: MakeSampling) -> None:
+    sampler = sampling(VOCAB, 4)
     logits = np.zeros((2, VOCAB))
     logits[0, 11], logits[1, 22] = 1, 1
     inits = (slot_init(3, temperature=0.0), slot_init(1, temperature=0.0))
@@ -205,12 +207,12 @@ def test_from_slot_is_the_last_token_sampled_for_the_slot() -> None:
     assert sampler.begin_step(decode_batch([1, 3])).tolist() == [22, 11]
 
 
-def test_greedy_slot_samples_again_when_its_next_sequence_asks_for_it() -> None:
+def test_greedy_slot_samples_again_when_its_next_sequence_asks_for_it(sampling: MakeSampling) -> None:
     logits = np.zeros((1, VOCAB))
     logits[0, :8] = 1.0
     drawn = set()
     for seed in range(20):
-        sampler = HostSampling(VOCAB, 1)
+        sampler = sampling(VOCAB, 1)
         assert sample(sampler, logits, decode_batch([0], inits=(slot_init(0, temperature=0.0),))) == [0]
         init = slot_init(0, temperature=1.0, seed=seed, top_k=8)
         drawn.update(sample(sampler, logits, decode_batch([0], inits=(init,))))
@@ -218,8 +220,8 @@ def test_greedy_slot_samples_again_when_its_next_sequence_asks_for_it() -> None:
     assert len(drawn) > 1
 
 
-def test_slot_keeps_nothing_of_its_previous_sequence() -> None:
-    sampler = HostSampling(VOCAB, 1)
+def test_slot_keeps_nothing_of_its_previous_sequence(sampling: MakeSampling) -> None:
+    sampler = sampling(VOCAB, 1)
     logits = np.zeros((1, VOCAB))
     logits[0, 30], logits[0, 31] = 2.0, 1.9
     first = slot_init(0, [30], 0, temperature=0.0, presence_penalty=2.0, logit_bias=((5, 50.0),))
@@ -245,30 +247,30 @@ def test_uniform_numbers_are_in_the_unit_interval_and_differ_by_seed_and_positio
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-20, 1e-40, 1e-300])
-def test_temperature_near_zero_is_greedy(temperature: float) -> None:
+def test_temperature_near_zero_is_greedy(sampling: MakeSampling, temperature: float) -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)) * 10
-    sampler = HostSampling(VOCAB, 3)
+    sampler = sampling(VOCAB, 3)
     inits = tuple(slot_init(slot, temperature=temperature, top_p=0.9, min_p=0.1, seed=slot) for slot in range(3))
     assert sample(sampler, logits, decode_batch([0, 1, 2], inits=inits)) == logits.argmax(axis=1).tolist()
 
 
-def test_strongest_penalties_leave_logits_finite() -> None:
+def test_strongest_penalties_leave_logits_finite(sampling: MakeSampling) -> None:
     logits = np.full((1, VOCAB), 80.0)
     for repetition_penalty in (0.01, 100.0):
-        sampler = HostSampling(VOCAB, 1)
+        sampler = sampling(VOCAB, 1)
         init = slot_init(0, [3, 4], 1, temperature=0.5, repetition_penalty=repetition_penalty, frequency_penalty=2.0)
         (token,) = sample(sampler, logits, decode_batch([0], inits=(init,)))
         assert 0 <= token < VOCAB
 
 
-def test_mask_restricts_its_row_and_leaves_other_rows_unchanged() -> None:
+def test_mask_restricts_its_row_and_leaves_other_rows_unchanged(sampling: MakeSampling) -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(4, VOCAB)).astype(np.float32)
     allowed = rng.random((2, VOCAB)) < 0.05
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, -VOCAB % 32))), axis=1, bitorder="little").view(np.uint32)
     masks = TokenMasks(np.array([1, 3], np.int32), packed)
     inits = tuple(slot_init(slot, temperature=float(slot > 1), seed=7) for slot in range(4))
-    free, masked = HostSampling(VOCAB, 4), HostSampling(VOCAB, 4)
+    free, masked = sampling(VOCAB, 4), sampling(VOCAB, 4)
     expected = sample(free, logits, decode_batch([0, 1, 2, 3], inits=inits))
     batch = decode_batch([0, 1, 2, 3], inits=inits)
     masked.begin_step(batch)
@@ -280,7 +282,7 @@ def test_mask_restricts_its_row_and_leaves_other_rows_unchanged() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_masked_row_has_its_own_mask_in_any_position(temperature: float) -> None:
+def test_each_masked_row_has_its_own_mask_in_any_position(sampling: MakeSampling, temperature: float) -> None:
     rng = np.random.default_rng(5)
     num_rows, masked_rows = 6, [0, 2, 5]
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
@@ -293,7 +295,7 @@ def test_each_masked_row_has_its_own_mask_in_any_position(temperature: float) ->
         list(range(num_rows)),
         inits=tuple(slot_init(slot, temperature=temperature * (slot != 2), seed=slot) for slot in range(num_rows)),
     )
-    with_masks, without = HostSampling(VOCAB, num_rows), HostSampling(VOCAB, num_rows)
+    with_masks, without = sampling(VOCAB, num_rows), sampling(VOCAB, num_rows)
     for sampler in (with_masks, without):
         sampler.begin_step(batch)
     tokens = with_masks.sample(given, batch, TokenMasks(np.array(masked_rows, np.int32), packed)).token_ids
@@ -301,22 +303,22 @@ def test_each_masked_row_has_its_own_mask_in_any_position(temperature: float) ->
     assert np.array_equal(given, logits)
 
 
-def test_mask_does_not_hide_nan_logits() -> None:
+def test_mask_does_not_hide_nan_logits(sampling: MakeSampling) -> None:
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 5] = np.nan
     bits = np.zeros((2, -(-VOCAB // 32)), np.uint32)
     bits[:, 0] = 2  # only token 1
     batch = decode_batch([0, 1], inits=tuple(slot_init(slot, temperature=0.0) for slot in range(2)))
-    sampler = HostSampling(VOCAB, 2)
+    sampler = sampling(VOCAB, 2)
     sampler.begin_step(batch)
     tokens = sampler.sample(logits, batch, TokenMasks(np.arange(2, dtype=np.int32), bits)).token_ids
     assert tokens.tolist() == [NOT_FINITE, 1]
 
 
-def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them() -> None:
+def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them(sampling: MakeSampling) -> None:
     logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 4
     logits[2, [5, 9, 40]] = logits[2].max() + 1  # equal values are ordered by id
-    sampler = HostSampling(VOCAB, 3)
+    sampler = sampling(VOCAB, 3)
     bias = ((17, 100.0),)
     inits = (
         slot_init(0, temperature=0.0, num_logprobs=0, logit_bias=bias),
@@ -336,7 +338,7 @@ def test_logprobs_are_the_log_softmax_of_raw_logits_for_rows_that_request_them()
     np.testing.assert_allclose(output.logprobs.top[0], oracle[0].topk(4).values, rtol=1e-5)
 
 
-def test_named_tokens_are_reported_in_their_order_instead_of_the_top_ones() -> None:
+def test_named_tokens_are_reported_in_their_order_instead_of_the_top_ones(sampling: MakeSampling) -> None:
     logits = np.random.default_rng(5).normal(size=(4, VOCAB)).astype(np.float32) * 4
     logits[1, 3] = -np.inf
     named = [(7, 2, 5, 11), (3,), (), (1, 2)]
@@ -347,7 +349,7 @@ def test_named_tokens_are_reported_in_their_order_instead_of_the_top_ones() -> N
         slot_init(2, temperature=0.0, num_logprobs=3),
         slot_init(3, temperature=0.0, logprob_token_ids=named[3]),
     ]
-    sampler = HostSampling(VOCAB, 4)
+    sampler = sampling(VOCAB, 4)
     batch = decode_batch([0, 1, 2, 3], inits=tuple(inits))
     sampler.begin_step(batch)
     found = sampler.sample(logits, batch).logprobs
@@ -366,9 +368,9 @@ def test_named_tokens_are_reported_in_their_order_instead_of_the_top_ones() -> N
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_top_logprobs_with_ties_report_the_lowest_ids(width: int) -> None:
+def test_top_logprobs_with_ties_report_the_lowest_ids(sampling: MakeSampling, width: int) -> None:
     logits = np.zeros((1, VOCAB), np.float32)
-    sampler = HostSampling(VOCAB, 1)
+    sampler = sampling(VOCAB, 1)
     batch = decode_batch([0], inits=(slot_init(0, temperature=0.0, num_logprobs=width),))
     sampler.begin_step(batch)
     output = sampler.sample(logits, batch)
@@ -376,21 +378,21 @@ def test_top_logprobs_with_ties_report_the_lowest_ids(width: int) -> None:
     assert output.logprobs.top_ids.tolist() == [list(range(width))]
 
 
-def test_typical_sampling_keeps_the_tokens_nearest_to_the_entropy() -> None:
+def test_typical_sampling_keeps_the_tokens_nearest_to_the_entropy(sampling: MakeSampling) -> None:
     probabilities = np.array([0.55, 0.25, 0.1, 0.05, 0.05])
     surprise = -np.log(probabilities)
     nearest = np.argsort(np.abs(surprise - (probabilities * surprise).sum()))
     kept = set(nearest[: int(np.searchsorted(np.cumsum(probabilities[nearest]), 0.2)) + 1].tolist())
     assert 0 not in kept  # the likeliest token is far from typical here
-    sampler = HostSampling(5, 400)
+    sampler = sampling(5, 400)
     inits = tuple(slot_init(slot, temperature=1.0, typical_p=0.2, seed=slot) for slot in range(400))
     tokens = sample(sampler, np.tile(np.log(probabilities), (400, 1)), decode_batch(list(range(400)), inits=inits))
     assert set(tokens) == kept
 
 
-def test_min_p_keeps_the_likeliest_token_that_typical_sampling_left() -> None:
+def test_min_p_keeps_the_likeliest_token_that_typical_sampling_left(sampling: MakeSampling) -> None:
     logits = np.zeros((1, VOCAB))
     logits[0, 0], logits[0, 300] = 5.5, 0.1
-    sampler = HostSampling(VOCAB, 1)
+    sampler = sampling(VOCAB, 1)
     init = slot_init(0, typical_p=0.2, min_p=0.1)
     assert sample(sampler, logits, decode_batch([0], inits=(init,))) == [300]

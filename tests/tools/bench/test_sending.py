@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from penstock.tools.bench.load_generator.sending import measure, run_all, run_cl
 from penstock.tools.bench.load_generator.stats import Outcome
 from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Drop, Lengths, PlannedRequest, Workload
+from penstock.tools.bench.options import PromptOptions
 from penstock.tools.bench.serving.interference import running_streams
 from tests.tools.bench.scripted_server import (
     DONE,
@@ -239,6 +242,32 @@ async def test_request_body_has_the_planned_values() -> None:
         "ignore_eos": True,
         "stream": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"top_k": 40, "top_p": 0.9, "logprobs": 5}, {"temperature": 0.0, "top_k": 40, "top_p": 0.9, "logprobs": 5}),
+        (
+            {"temperature": 0.8, "presence_penalty": 1.0, "logprobs": 2, "endpoint": "chat"},
+            {"temperature": 0.8, "presence_penalty": 1.0, "logprobs": True, "top_logprobs": 2},
+        ),
+    ],
+)
+async def test_requests_sample_as_the_options_say(options: dict[str, Any], fields: dict[str, Any]) -> None:
+    bodies: list[bytes] = []
+
+    async def handler(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> None:
+        bodies.append(body)
+        writer.write(STREAM_HEAD + chunk(token("a") + USAGE + DONE) + b"0\r\n\r\n")
+
+    async with serving(handler) as target:
+        sampled = replace(target, sampling=PromptOptions(**options).sampling())
+        await measure(sampled, Workload(Lengths(5, 5), Lengths(9, 9), vocab_size=64), 1, 1, seed=3)
+    body = msgspec.json.decode(bodies[0])
+    named = ("temperature", "top_k", "top_p", "presence_penalty", "logprobs", "top_logprobs")
+    assert {name: body[name] for name in named if name in body} == fields
 
 
 async def test_discover_finds_the_model_or_names_the_offered_ones() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from penstock.tools.bench.load_generator.http_client import ConnectionBroken, Ht
 from penstock.tools.bench.load_generator.workload import PlannedRequest
 
 Endpoint = Literal["completions", "chat"]
+GREEDY = {"temperature": 0}
 
 
 class OfferedModel(Struct):
@@ -49,16 +50,20 @@ class Target:
     endpoint: Endpoint
     model: str
     vocab_size: int | None
+    sampling: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
+    """Fields of each request's body."""
 
     @classmethod
-    async def discover(cls, http: HttpClient, endpoint: Endpoint, model: str | None) -> Target:
+    async def discover(
+        cls, http: HttpClient, endpoint: Endpoint, model: str | None, sampling: Mapping[str, Any] = GREEDY
+    ) -> Target:
         """Ask /v1/models; take the first model if none is named. Raises BenchError."""
         models = await offered_models(http, "/v1/models")
         chosen = next((entry for entry in models if model in (None, entry.id)), None)
         if chosen is None:
             names = ", ".join(entry.id for entry in models)
             raise BenchError(f"/v1/models offers [{names}], not {model or 'a model'}")
-        return cls(http, endpoint, chosen.id, chosen.vocab_size)
+        return cls(http, endpoint, chosen.id, chosen.vocab_size, sampling)
 
     async def ready_state(self) -> ReadyState:
         """Raises BenchError if /ready does not answer as Penstock does."""
@@ -73,12 +78,12 @@ class Target:
         return [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))]
 
     def encode(self, request: PlannedRequest) -> bytes:
-        """Return the whole HTTP request: greedy, streamed, and of exactly output_tokens if the server supports
+        """Return the whole HTTP request: streamed, and of exactly output_tokens if the server supports
         ignore_eos."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": request.output_tokens,
-            "temperature": 0,
+            **self.sampling,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -111,13 +116,15 @@ class ServerAddress:
     """Name of the model to ask for; None for the first that the server offers."""
 
     @asynccontextmanager
-    async def connect(self, endpoint: Endpoint = "completions") -> AsyncIterator[Target]:
+    async def connect(
+        self, endpoint: Endpoint = "completions", sampling: Mapping[str, Any] = GREEDY
+    ) -> AsyncIterator[Target]:
         """Idle connections close at exit. Raises BenchError."""
         try:
             http = HttpClient(self.url, self.api_key)
         except ValueError as error:
             raise BenchError(str(error)) from None
         try:
-            yield await Target.discover(http, endpoint, self.model)
+            yield await Target.discover(http, endpoint, self.model, sampling)
         finally:
             http.close()

@@ -123,7 +123,10 @@ async def measure_bursts(
 ) -> None:
     """Add a result for each number of streams. Raises BenchError if a request fails."""
     found: list[BurstResult] = []
-    async with server.address.connect(traffic.endpoint) as target, backend_counters(server) as counters:
+    async with (
+        server.address.connect(traffic.endpoint, traffic.sampling()) as target,
+        backend_counters(server) as counters,
+    ):
         burst = Burst(traffic.prompts(target), prefix_tokens)
         for place, streams in enumerate(counts):
             result = BurstResult(shape, streams, [], [])

@@ -157,7 +157,8 @@ async def _measure_all(
         sides = []
         for contender in contenders:
             with contender.process.running():
-                sides.append((contender, await stack.enter_async_context(contender.address.connect(prompts.endpoint))))
+                connection = contender.address.connect(prompts.endpoint, prompts.sampling())
+                sides.append((contender, await stack.enter_async_context(connection)))
         workload = prompts.prompts(sides[0][1])  # ids of our vocabulary: all servers receive the same prompts
         for place, concurrency in enumerate(options.concurrency):
             num_requests = options.requests or _REQUESTS_PER_CLIENT * concurrency

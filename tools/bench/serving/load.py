@@ -103,7 +103,7 @@ async def _measure_rows(
 ) -> None:
     is_storm = options.shape == "storm"
     drop = options.drop if options.drop is not None else _STORM_DROP if is_storm else 0.0
-    async with address.connect(traffic.endpoint) as target:
+    async with address.connect(traffic.endpoint, traffic.sampling()) as target:
         workload = traffic.traffic(target, drop=drop)
         is_open = workload.rate_per_s is not None
         for concurrency in (1,) if is_open else options.concurrency:

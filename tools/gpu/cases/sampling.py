@@ -12,7 +12,7 @@ import torch
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS
-from penstock.backend.sampling.logprobs import token_logprobs
+from penstock.backend.sampling.logprobs import token_logprobs, with_named_tokens
 from penstock.tools.gpu.cases import sampler
 from penstock.tools.gpu.cases.check import Check, check_of, require, require_close
 from penstock.tools.gpu.cases.elementwise import DTYPES
@@ -69,7 +69,8 @@ def _check_named(launcher: Launcher, logits: Tensor, tokens: list[int]) -> None:
     many = tuple(sorted({token * 7919 % vocab_size for token in range(MAX_NAMED_LOGPROBS)}, reverse=True))
     named, rows = [many, (5,), ()], [0, 2, 1]
     out = report(launcher, SlotArrays(3, vocab_size, CPU), logits, tokens, rows, 4, named)
-    expected = token_logprobs(logits.float().numpy(), np.array(tokens, np.int32), np.array(rows), 4, named)
+    values, sampled = logits.float().numpy(), np.array(tokens, np.int32)
+    expected = with_named_tokens(token_logprobs(values, sampled, np.array(rows), 4), values, sampled, named)
     require("ranks beside named tokens differ", out.ranks.tolist() == expected.ranks.tolist())
     for place, ids in enumerate(named):
         width = len(ids) or 4
@@ -81,8 +82,8 @@ def _check_named(launcher: Launcher, logits: Tensor, tokens: list[int]) -> None:
             "unused columns differ",
             bool((out.top_ids[place, width:] == -1).all() and out.top[place, width:].isnan().all()),
         )
-        values = torch.from_numpy(expected.top[place, :width])
-        require_close("the reported log probabilities", out.top[place, :width].exp(), values.exp(), 0, 2e-5)
+        top = torch.from_numpy(expected.top[place, :width])
+        require_close("the reported log probabilities", out.top[place, :width].exp(), top.exp(), 0, 2e-5)
 
 
 def wide_checks() -> Iterator[Check]:

@@ -113,6 +113,7 @@ class TorchOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
     tile_limits = TileLimits()
+    make_sampler = None
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, *, rounds_rows: bool = False) -> None:
         """rounds_rows: activations of int8 products have one scale per row."""

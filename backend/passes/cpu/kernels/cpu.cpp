@@ -27,6 +27,7 @@
 //   step/step_plan.h             how the threads divide a step's attention
 //   step/operations.h            a step's operations as data
 //   rows/scoring.h               log probabilities of known tokens
+//   rows/sampling.h              the sampler
 //   step/read_speed.h            how fast the threads can read memory, for benchmarks
 //   encoder/encoder_attention.h  attention of encoders
 //   encoder/encoder.h            the other operations of encoders
@@ -42,7 +43,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 17; }
+int ps_abi() { return 18; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -104,6 +105,9 @@ void ps_run(void* engine, const Operation* operations, i64 count, OperationTime*
 void ps_score(void* engine, const Operation* operations, i64 count, const ScoredRows* rows) {
     score(as_engine(engine), operations, count, *rows);
 }
+
+// Samples the tokens of rows of logits, and counts them in their slots' penalties.
+void ps_sample(void* engine, const SampledRows* rows) { sample(as_engine(engine), *rows); }
 
 // Runs a step of an encoder. The operations' arrays have a row for each of its tokens.
 void ps_run_encoder_step(void* engine, const EncoderRows* rows, const Operation* operations, i64 count) {

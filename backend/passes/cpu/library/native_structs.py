@@ -288,6 +288,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_plan": (None, (_P, _P)),
     "ps_run": (None, (_P, _P, _N, _P)),
     "ps_score": (None, (_P, _P, _N, _P)),
+    "ps_sample": (None, (_P, _P)),
     "ps_read_memory": (c_float, (_P, _P, _N)),
 }
 

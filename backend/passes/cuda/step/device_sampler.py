@@ -42,7 +42,7 @@ _STATE_INTS = 16
 _MAX_LISTED = 16_384
 """Most tokens of a row that filters choose from without reading all logits again."""
 _MIN_TEMPERATURE = 1e-6
-"""The same as in `penstock.backend.sampling.sampler`."""
+"""The same as in `penstock.backend.sampling.numpy_sampler`."""
 _MAX_COUNT = (1 << 13) - 1
 """Cap of a token's count when a sequence takes its slot."""
 

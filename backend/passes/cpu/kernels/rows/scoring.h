@@ -59,18 +59,23 @@ inline void take_top(const float* x, i64 n, i64 num_top, float* top, std::int32_
     }
 }
 
+// The log probability of a token and its rank, and the num_top most likely tokens.
+inline void score_token(const float* x, i64 vocab, std::int32_t token, i64 num_top, float& chosen, std::int32_t& rank,
+                        float* top, std::int32_t* top_ids) {
+    const float own = x[token], peak = largest_of(x, vocab);
+    const double log_sum = double(peak) + std::log(sum_of_powers(x, vocab, peak));
+    std::int32_t reaching = 0;
+    for (i64 i = 0; i < vocab; ++i) reaching += x[i] >= own;
+    chosen = float(own - log_sum);
+    rank = reaching;
+    if (num_top == 0) return;
+    take_top(x, vocab, num_top, top, top_ids);
+    for (i64 i = 0; i < num_top; ++i) top[i] = float(top[i] - log_sum);
+}
+
 inline void score_row(const ScoredRows& rows, i64 r) {
-    const float* x = rows.logits + r * rows.vocab;
-    const float own = x[rows.next_ids[r]], peak = largest_of(x, rows.vocab);
-    const double log_sum = double(peak) + std::log(sum_of_powers(x, rows.vocab, peak));
-    std::int32_t rank = 0;
-    for (i64 i = 0; i < rows.vocab; ++i) rank += x[i] >= own;
-    rows.chosen[r] = float(own - log_sum);
-    rows.ranks[r] = rank;
-    if (rows.num_top == 0) return;
-    float* top = rows.top + r * rows.num_top;
-    take_top(x, rows.vocab, rows.num_top, top, rows.top_ids + r * rows.num_top);
-    for (i64 i = 0; i < rows.num_top; ++i) top[i] = float(top[i] - log_sum);
+    score_token(rows.logits + r * rows.vocab, rows.vocab, rows.next_ids[r], rows.num_top, rows.chosen[r], rows.ranks[r],
+                rows.top + r * rows.num_top, rows.top_ids + r * rows.num_top);
 }
 
 // The operations compute the logits of rows.num_rows tokens of a step that was run.

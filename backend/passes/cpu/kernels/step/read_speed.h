@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "rows/scoring.h"
+#include "rows/sampling.h"
 
 namespace {
 
