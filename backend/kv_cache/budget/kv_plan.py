@@ -174,6 +174,18 @@ class KvPlan(KvCapacity):
         return "lower --kv-budget"
 
     @property
+    def narrowing(self) -> str:
+        """What "auto" has changed because the budget is small; empty if it took the first dtype."""
+        first, chosen = self.choice.tried[0], self.choice.chosen
+        if first is chosen:
+            return ""
+        return (
+            f"KV cache in {chosen.kv_dtype}: in {first.kv_dtype} the budget holds {first.num_tokens:,} tokens, less than "
+            f"{self.choice.needed_tokens:,} ({self.choice.needed_for}). Answers are not those of {first.kv_dtype}: raise "
+            f"--kv-budget, or set --kv-dtype {first.kv_dtype} if shorter contexts are enough"
+        )
+
+    @property
     def is_capped(self) -> bool:
         """The budget holds more than max_running sequences of the longest kind can use."""
         return self.num_pages < self.choice.chosen.num_pages
