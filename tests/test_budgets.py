@@ -46,7 +46,7 @@ MAX_LINES = {
     "shm/messages": 1_040,
     "shm/recording": 1_170,
     "tools": 1_270,
-    "tools/bench": 4_650,
+    "tools/bench": 4_660,
     "tools/chaos": 3_320,
     "tools/demo_model": 1_480,
     "tools/forward_pass_contract": 880,

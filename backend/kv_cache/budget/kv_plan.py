@@ -180,9 +180,9 @@ class KvPlan(KvCapacity):
         if first is chosen:
             return ""
         return (
-            f"KV cache in {chosen.kv_dtype}: in {first.kv_dtype} the budget holds {first.num_tokens:,} tokens, less than "
-            f"{self.choice.needed_tokens:,} ({self.choice.needed_for}). Answers are not those of {first.kv_dtype}: raise "
-            f"--kv-budget, or set --kv-dtype {first.kv_dtype} if shorter contexts are enough"
+            f"KV cache in {chosen.kv_dtype}: in {first.kv_dtype} the budget holds {first.num_tokens:,} tokens, less "
+            f"than {self.choice.needed_tokens:,} ({self.choice.needed_for}). Answers are not those of "
+            f"{first.kv_dtype}: raise --kv-budget, or set --kv-dtype {first.kv_dtype} if shorter contexts are enough"
         )
 
     @property
