@@ -40,6 +40,8 @@ _READY_IS_STALE = frozenset(
     {FaultKind.KILL_BACKEND, FaultKind.TERMINATE_BACKEND, FaultKind.HANG_BACKEND, FaultKind.KILL_WORKER}
 )
 _LONGEST_HANG_S = 10.0
+_UPGRADE_TIMEOUT_S = 600.0
+"""It starts one backend after the other."""
 _LOOK_S = 0.05
 _STALE_S = 2.2
 """/ready may be green for 2 s after a backend's last turn, and when another worker answers."""
@@ -133,12 +135,12 @@ class FaultInjector:
         await self._wait_ended(pid, every_s=0.01)
         kill.gone_s = time.monotonic()
 
-    async def _wait_ended(self, pid: int, every_s: float = 0.1) -> None:
+    async def _wait_ended(self, pid: int, every_s: float = 0.1, timeout_s: float = 0.0) -> None:
         """Wait until a process that drains or hangs is gone.
 
         A second SIGTERM would end its streams, so it gets only one.
         """
-        timeout_s = self._server.options.drain_timeout_s + _EXIT_MARGIN_S
+        timeout_s = timeout_s or self._server.options.drain_timeout_s + _EXIT_MARGIN_S
         deadline_s = time.monotonic() + timeout_s
         while is_running(pid):
             if time.monotonic() > deadline_s:
@@ -171,7 +173,7 @@ class FaultInjector:
                     os.kill(new[0], signal.SIGKILL)
                 break
             await asyncio.sleep(_LOOK_S)
-        await self._wait_ended(upgrade.pid)
+        await self._wait_ended(upgrade.pid, timeout_s=_UPGRADE_TIMEOUT_S)
         status = upgrade.process.poll()
         if fault is None or status not in (0, 1):
             self._ledger.expect("exit status of an upgrade", status, 0)
