@@ -1,13 +1,12 @@
 """Errors that an operator can fix. They are printed as one line, never with a traceback."""
 
-from penstock.process.failure import one_line
-
 
 class StartupError(Exception):
     """The backend cannot start with these options. The message names the value, the limit and what to do."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        """Line ends and escape sequences, which may come from a file, are written as Python's escapes."""
+        super().__init__("".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in message))
 
 
 class NoRoomBeside(StartupError):

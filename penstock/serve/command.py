@@ -153,11 +153,7 @@ def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     except CannotListen as error:
         fail(COMMAND, str(error))
     finally:
-        if is_private:
-            _remove_socket(path)
-        else:
-            with contextlib.suppress(CannotListen):  # it is another server's, or this server never began
-                remove_unserved(path)
+        (_remove_socket if is_private else remove_unserved)(path)
 
 
 def _remove_leftovers(directory: Path) -> None:

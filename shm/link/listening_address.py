@@ -170,13 +170,11 @@ def take_over(path: Path, new_path: Path) -> None:
 
 
 def remove_unserved(path: Path) -> None:
-    """Remove a socket that no backend serves any more. One that took the path over did not know its name.
-
-    Raises CannotListen.
-    """
-    address = ListeningAddress(path)
-    address.remove()
-    address.close()
+    """Remove a socket unless a backend serves it. One that took the path over did not know its name."""
+    with contextlib.suppress(CannotListen):
+        address = ListeningAddress(path)
+        address.remove()
+        address.close()
 
 
 def holder_pid(path: Path) -> int | None:
