@@ -30,7 +30,6 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
-from penstock.backend.kv_cache.page_store import open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
@@ -38,7 +37,13 @@ from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
-from penstock.backend.start.paging import count_host_pages, create_kv_events, create_scheduler
+from penstock.backend.start.paging import (
+    count_host_pages,
+    create_kv_events,
+    create_scheduler,
+    leave_on_signal,
+    open_pages,
+)
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.start.standby import import_and_wait
 from penstock.backend.start.startup import (
@@ -79,8 +84,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
 
+    from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
@@ -150,7 +155,7 @@ def serve(options: BackendOptions) -> None:
         print_plan(plan, settings.host_kv_bytes)
         return
     _check_all_memory(options, plan, memory, settings)
-    logger.info(plan.describe())
+    _log_plan(plan)
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
     numerics = options.numerics(name) | adopted_choices(settings.device)[0].numerics()
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
@@ -158,7 +163,7 @@ def serve(options: BackendOptions) -> None:
     executor = Executor(options.batch_channel_capacity)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
     check_unchanged(named_adapters(options), card.adapters)
-    store = _open_store(options, forward_pass, plan, model_dir, card)
+    store = open_pages(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
     board = _create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
@@ -177,7 +182,7 @@ def serve(options: BackendOptions) -> None:
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
-    _drain_on_signals(engine)
+    _act_on_signals(engine, scheduler)
     _tune_interpreter()
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
@@ -269,17 +274,10 @@ def _load_pass(
     return forward_pass, token_step_s
 
 
-def _open_store(
-    options: BackendOptions,
-    forward_pass: IBatchedForwardPass,
-    plan: KvPlan | WholePlan,
-    model_dir: Path,
-    card: ModelCard,
-) -> PageStore | None:
-    beside = options.beside_another
-    fd, memory = options.persist_kv_fd, host_memory()
-    fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
-    return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
+def _log_plan(plan: KvPlan | WholePlan) -> None:
+    logger.info(plan.describe())
+    if isinstance(plan, KvPlan) and (warning := plan.narrowing) is not None:
+        logger.warning(warning)
 
 
 def _create_board(
@@ -385,8 +383,9 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
     )
 
 
-def _drain_on_signals(engine: Engine) -> None:
+def _act_on_signals(engine: Engine, scheduler: ISequenceScheduler) -> None:
     """On the first SIGTERM or SIGINT running requests may finish; the second one ends them."""
+    leave_on_signal(engine, scheduler)
     timeouts_s = [0.0, _DRAIN_TIMEOUT_S]
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -56,7 +56,7 @@ _GROUPS = {
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
-    " persist_kv_fd beside_another",
+    " persist_kv_fd hand_over_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -191,6 +191,9 @@ class BackendOptions:
 
     persist_kv_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the memory for pages, which `penstock serve` keeps."""
+
+    hand_over_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the memory for pages that it leaves to its successor, which `penstock serve` keeps."""
 
     beside_another: Annotated[bool, Parameter(show=False)] = False
     """It is to replace a backend that still runs: it starts only if there is memory for both."""

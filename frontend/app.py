@@ -134,7 +134,7 @@ def _page_routes(documentation: Documentation) -> dict[str, Methods]:
         "/page/vendor/{file}": get(chat.file, docs.CHAT_PAGE_FILE, needs_key=False),
         "/engine": get(engine.index, docs.ENGINE_PAGE, needs_key=False),
         "/engine/{file}": get(engine.file, docs.ENGINE_PAGE_FILE, needs_key=False),
-        "/engine/events": get(EngineStreams().watch, docs.ENGINE_EVENTS),
+        "/engine/events": get(EngineStreams().watch, docs.ENGINE_EVENTS, needs_key=False),
         "/openapi.json": get(documentation.document, docs.DOCUMENT, needs_key=False),
         "/docs": get(api.index, docs.PAGE, needs_key=False),
         "/docs/{file}": get(api.file, docs.PAGE_FILE, needs_key=False),

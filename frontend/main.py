@@ -339,6 +339,7 @@ def read_access(options: FrontendOptions, command: str) -> AccessSettings:
         options.allowed_host,
         tenant_by=options.tenant_by,
         admin_key=options.admin_key,
+        engine_view=options.engine_view,
     )
 
 

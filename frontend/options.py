@@ -12,12 +12,13 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.frontend.settings import ReasoningParserName, TenantBy, ToolParserName
+from penstock.frontend.settings import EngineView, ReasoningParserName, TenantBy, ToolParserName
 from penstock.process.options import ByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
+MAX_WORKERS = 256
 Seconds = Annotated[float, Parameter(validator=Number(gt=0.0, lte=86_400.0))]
 Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65_535))]
 
@@ -45,7 +46,7 @@ _GROUPS = {
     "Used most": "host port workers api_key",
     "Model and weights": "tool_parser reasoning_parser chat_template",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
-    "Access": "api_key_file admin_key tenant_by cors_allow_origin allowed_host",
+    "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
     "max_linger_s",
@@ -85,8 +86,8 @@ class FrontendOptions:
     listen_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of a listening socket to use instead of host and port; `penstock serve` passes its own."""
 
-    workers: Positive = 1
-    """Processes that share the port."""
+    workers: Annotated[int, Parameter(validator=Number(gte=1, lte=MAX_WORKERS))] = 1
+    """Processes that share the port, at most 256."""
 
     socket: Path = field(default_factory=default_socket_path)
     """Unix socket of the backend."""
@@ -135,6 +136,10 @@ class FrontendOptions:
     """Without keys, whose share of the device a request takes: that of the address it comes from (IPv6: of its /64
     network), that of the last address in X-Forwarded-For, which only a proxy in front makes true, or none: all clients
     are one tenant. With keys it is always the key's."""
+
+    engine_view: Annotated[EngineView | None, Parameter(show_default=False)] = None
+    """Whose requests the engine page shows one by one: all, or only the viewer's own, and sums of the others. The admin
+    key, and keys with admin=yes, see all. Default: own with keys, all without."""
 
     cors_allow_origin: Annotated[
         tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)

@@ -28,6 +28,7 @@ ToolParserName = Literal[
     "pythonic",
     "qwen3_coder",
 ]
+EngineView = Literal["all", "own"]
 TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "gemma", "granite", "harmony", "mistral", "think"]
 
@@ -73,6 +74,8 @@ class AccessSettings(Struct, frozen=True):
     tenant_by: TenantBy = "none"
     """The tenant that the scheduler charges for a request without a key."""
     admin_key: str | None = None
+    engine_view: EngineView | None = None
+    """None: own if there are keys, else all."""
 
 
 class TracingSettings(Struct, frozen=True):

@@ -64,6 +64,7 @@ async def serve(settings: WorkerSettings) -> None:
         usage=usage,
         tenant_by=access.tenant_by,
         admin_key=access.admin_key,
+        engine_view=access.engine_view,
     )
     spans = None
     if settings.tracing is not None:

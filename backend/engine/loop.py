@@ -80,6 +80,8 @@ class Engine:
         self._kv_events = kv_events
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
+        self._work: Callable[[], None] | None = None
+        """Work of the next turn, from a signal handler."""
         self._num_failed_steps = 0
         """Failed steps in a row."""
         self.plan_due_s: float | None = None
@@ -87,8 +89,10 @@ class Engine:
 
     def run(self) -> None:
         """Serve until `drain` was called and nothing runs, or its time is up. Raises ExecutorFailed."""
-        while not self._is_drained():
+        while True:
             self.turn()
+            if self._is_drained():
+                return
             self._link.wait(self.next_turn_s(), self._executor.wake_fd)
 
     def next_turn_s(self) -> float:
@@ -100,6 +104,9 @@ class Engine:
     def turn(self) -> None:
         """One turn of the loop. Cancellations take effect here, before the next plan. Never blocks."""
         self._executor.clear_wake()
+        if (work := self._work) is not None:
+            self._work = None
+            work()
         if self._recorder is not None:
             self._recorder.turn_began_s = self._clock()
         for event in self._link.receive():
@@ -142,6 +149,11 @@ class Engine:
         handler."""
         self._intake.is_draining = True
         self._drain_deadline_s = self._clock() + timeout_s
+        self._executor.wake()
+
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Do this in the next turn. Safe in a signal handler."""
+        self._work = work
         self._executor.wake()
 
     def _is_drained(self) -> bool:

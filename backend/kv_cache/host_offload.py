@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.backend.kv_cache.page_store import PersistedPage
+from penstock.process.logs import RareLine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ class HostOffload:
         """With a store: what the next step's saves bring there."""
         self._copying: deque[list[tuple[bytes, _Saved]]] = deque()
         """The same for each launched step that has not ended."""
+        self._damage = RareLine(logger, logging.ERROR)
         self.num_saved = 0
         self.num_restored = 0
         self.note_forgotten: Callable[[bytes], None] | None = None
@@ -75,11 +77,14 @@ class HostOffload:
     def _take_over(self, found: Sequence[PersistedPage]) -> None:
         """Begin with the pages that earlier processes have saved."""
         for page in found:
-            if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
-                self._store.withdraw(older.host_page)
-            self._saved[page.page_hash] = _Saved(page.place, page.salt, is_unchecked=True)
+            self._add_found(page)
         used = {saved.host_page for saved in self._saved.values()}
         self._free = [place for place in range(self._num_host_pages - 1, -1, -1) if place not in used]
+
+    def _add_found(self, page: PersistedPage) -> None:
+        if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:
+            self._store.withdraw(older.host_page)
+        self._saved[page.page_hash] = _Saved(page.place, page.salt, is_unchecked=True)
 
     @property
     def num_used(self) -> int:
@@ -99,7 +104,7 @@ class HostOffload:
         if saved is not None and saved.is_unchecked and self._store is not None:
             saved.is_unchecked = False
             if not self._store.is_intact(saved.host_page):
-                logger.error("a page that an earlier backend saved is damaged; it is computed again")
+                self._damage.log("a page that an earlier backend saved is damaged; it is computed again")
                 self.discard([page_hash])
                 return False
         return saved is not None

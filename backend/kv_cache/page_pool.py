@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.eviction import IdlePages
+from penstock.backend.kv_cache.hand_over import HandOver, HandOverMemory
 from penstock.backend.kv_cache.host_offload import HostOffload, IPageStore
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FindablePages, FullPageObserver, IndexedPage, PageIndex
@@ -39,7 +40,7 @@ class PagePool:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
-        self.host_offload = HostOffload(num_host_pages, store)
+        self.host_offload = HandOver(store) if isinstance(store, HandOverMemory) else HostOffload(num_host_pages, store)
         findable = None if names is None else FindablePages(names, self.host_offload)
         self._index = PageIndex(observers if findable is None else (findable, *observers))
         if findable is not None:
@@ -135,6 +136,16 @@ class PagePool:
         for page_hash in reversed(page_hashes):
             if (page := self._index.find(page_hash)) is not None:
                 self.host_offload.save(page, page_hash, self._index.entry(page).salt)
+
+    def leave(self, page_hashes: Sequence[bytes]) -> None:
+        """Leave this content, and each page that fills from now on, to the next backend, if there is memory for it."""
+
+        def find(page_hash: bytes) -> tuple[int, bytes] | None:
+            page = self._index.find(page_hash)
+            return None if page is None else (page, self._index.entry(page).salt)
+
+        if isinstance(self.host_offload, HandOver):
+            self.host_offload.leave(page_hashes, find)
 
     def invalidate_tenant(self, salt: bytes) -> None:
         """Invalidate all cached pages of the tenant, here and on the host. Sequences keep the pages that they hold."""

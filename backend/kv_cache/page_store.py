@@ -56,19 +56,21 @@ class PageRows:
         self._mapping = mapping
         self._start = start
         self._num_rows = num_rows
-        self._next_number = 0
+        self._next_number = 1
+
+    def row(self, place: int) -> tuple[int, PersistedPage, int] | None:
+        """Return a row's number, its page and the checksum of its content; None if it is not valid."""
+        begin = self._start + place * ROW_BYTES
+        text = self._mapping[begin : begin + _ROW.size]
+        (crc,) = _CRC.unpack_from(self._mapping, begin + _ROW.size)
+        page_hash, salt, num_salt_bytes, content_sum, number = _ROW.unpack(text)
+        if not number or crc != zlib.crc32(text) or num_salt_bytes > _MAX_SALT_BYTES:
+            return None
+        return number, PersistedPage(place, page_hash, salt[:num_salt_bytes]), content_sum
 
     def read(self) -> dict[int, tuple[PersistedPage, int]]:
         """Return each valid row by its place, with the checksum of its content; the oldest row first."""
-        found: list[tuple[int, PersistedPage, int]] = []
-        for place in range(self._num_rows):
-            begin = self._start + place * ROW_BYTES
-            text = self._mapping[begin : begin + _ROW.size]
-            (crc,) = _CRC.unpack_from(self._mapping, begin + _ROW.size)
-            page_hash, salt, num_salt_bytes, content_sum, number = _ROW.unpack(text)
-            if number and crc == zlib.crc32(text) and num_salt_bytes <= _MAX_SALT_BYTES:
-                found.append((number, PersistedPage(place, page_hash, salt[:num_salt_bytes]), content_sum))
-        found.sort()
+        found = sorted(row for row in map(self.row, range(self._num_rows)) if row is not None)
         self._next_number = found[-1][0] + 1 if found else 1
         return {page.place: (page, content_sum) for _, page, content_sum in found}
 

@@ -290,6 +290,11 @@ class Scheduler:
         """
         self._running.prefix_cache.invalidate_tenant(sequence.salt)
 
+    def leave_pages(self) -> None:
+        """Leave the pages of the running sequences to the next backend, which is ready."""
+        sequences = self._running.sequences
+        self._pool.leave([name for each in sequences for name in each.kv.page_hashes[: each.kv.num_indexed_pages]])
+
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """(page, host place) pairs to copy before the next step. Call it when that step is launched."""
         return self._pool.host_offload.take_saves()

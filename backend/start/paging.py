@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
+from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.page_digest import PageDigestWriter
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from types import FrameType
+
     from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.loop import Engine
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget.kv_plan import KvPlan
-    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.options import BackendOptions
     from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.messages import ModelCard
 
 
 def create_kv_events(
@@ -47,6 +55,31 @@ def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass
     return forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
 
 
+def open_pages(
+    options: BackendOptions,
+    forward_pass: IBatchedForwardPass,
+    plan: KvPlan | WholePlan,
+    model_dir: Path,
+    card: ModelCard,
+) -> PageStore | HandOverMemory | None:
+    """Open the memory of pages that outlive this backend. Raises StartupError."""
+    fd, memory, beside = options.persist_kv_fd, host_memory(), options.beside_another
+    fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
+    if fd is None:
+        return open_hand_over(options.hand_over_fd, forward_pass, plan, model_dir, fingerprint)
+    return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
+
+
+def leave_on_signal(engine: Engine, scheduler: ISequenceScheduler) -> None:
+    """SIGUSR1 says that a successor is ready."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if isinstance(scheduler, Scheduler):
+            engine.call_soon(scheduler.leave_pages)
+
+    signal.signal(signal.SIGUSR1, on_signal)
+
+
 def create_scheduler(
     plan: KvPlan | WholePlan,
     settings: PassOptions,
@@ -54,7 +87,7 @@ def create_scheduler(
     options: BackendOptions,
     board: BackendBoard,
     kv_events: KvEventPublisher | None,
-    store: PageStore | None,
+    store: PageStore | HandOverMemory | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     """Create the scheduler.
 

@@ -190,9 +190,7 @@ def find_shared_bytes(pass_class: type[IBatchedForwardPass], config_dir: Path, s
 
 def check_memory(plan: KvPlan | WholePlan, memory: MemoryInfo, device: str = "cpu") -> None:
     """Raises StartupError if a GPU has less memory free, or the CPU less in total. If the CPU has less free it warns:
-    other programs may give memory back. It also warns of a cache that the budget has narrowed."""
-    if isinstance(plan, KvPlan) and plan.narrowing:
-        logger.warning(plan.narrowing)
+    other programs may give memory back."""
     free = f"the {format_size(memory.free_bytes)} that are free on {memory.name}"
     if device != "cpu" and plan.device_bytes > memory.free_bytes:
         raise StartupError(f"{plan.parts} are more than {free}: {plan.remedy}")

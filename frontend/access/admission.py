@@ -17,7 +17,7 @@ from penstock.frontend.transport.incomplete import network_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.frontend.settings import TenantBy
+    from penstock.frontend.settings import EngineView, TenantBy
     from penstock.frontend.transport.exchange import Exchange
 
 _PAYER_BYTES = 16
@@ -51,6 +51,7 @@ class Admission:
         usage: UsageTable | None = None,
         tenant_by: TenantBy = "none",
         admin_key: str | None = None,
+        engine_view: EngineView | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """allowed_hosts and tenant_by matter only while there are no keys.
@@ -63,6 +64,7 @@ class Admission:
         self._rate_limiter = RateLimiter(usage or UsageTable.alone(), self._keyring.limited, clock)
         self._hosts = AllowedHosts(allowed_hosts)
         self._tenant_by = tenant_by
+        self._engine_view = engine_view
         self.cors = Cors(cors_origins)
 
     def set_keys(self, keys: Iterable[ApiKey]) -> None:
@@ -91,6 +93,14 @@ class Admission:
             message = "this server has no admin key; start it with --admin-key or PENSTOCK_ADMIN_KEY"
             raise ApiError(ErrorKind.BAD_KEY, message)
         self._admin.check(exchange)
+
+    def identify_viewer(self, exchange: Exchange) -> bool:
+        """Like `identify`, but the admin key is also a key. Return whether the viewer may see all requests."""
+        if self._admin and self._admin.find(exchange) is not None:
+            return True
+        self.identify(exchange)
+        view = self._engine_view or ("own" if self._keyring else "all")
+        return view == "all" or exchange.is_admin
 
     def admit(self, exchange: Exchange) -> None:
         """Count the request against its key's limits until the exchange is finished. Raises ApiError."""

@@ -170,16 +170,21 @@ class Keyring:
         needed. Raises ApiError."""
         if not self._by_digest:
             return None
-        given = exchange.header(b"x-api-key")  # Anthropic's clients send it so
-        if given is None:
-            scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
-            given = given if scheme.lower() == b"bearer" else b""
-        digest = self._digest(given.strip())
-        key = self._by_digest.get(digest)
-        if key is None or not hmac.compare_digest(digest, self._digest(key.secret)):
+        key = self.find(exchange)
+        if key is None:
             raise ApiError(
                 ErrorKind.BAD_KEY,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as X-API-Key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
         return key
+
+    def find(self, exchange: Exchange) -> ApiKey | None:
+        """Return the key that the request has, if it is one of these."""
+        given = exchange.header(b"x-api-key")  # Anthropic's clients send it so
+        if given is None:
+            scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
+            given = given if scheme.lower() == b"bearer" else b""
+        digest = self._digest(given.strip())
+        key = self._by_digest.get(digest)
+        return key if key is not None and hmac.compare_digest(digest, self._digest(key.secret)) else None

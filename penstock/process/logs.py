@@ -7,9 +7,12 @@ dropped and counted; the count is written when it accepts output again.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -68,6 +71,33 @@ class LineHandler(logging.Handler):
                     # Standard error is closed, so there is nowhere to report it.
                     self.num_dropped += 1
                     break
+
+
+def one_line(text: object) -> str:
+    """Return a text of a library, whose newlines would begin other lines of a log, as one line."""
+    return " ".join(str(text).split())
+
+
+class RareLine:
+    """One kind of line, logged at most every 10 s. The next line says how many were left out before it."""
+
+    _EVERY_S = 10.0
+
+    def __init__(self, logger: logging.Logger, level: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._level = level
+        self._clock = clock
+        self._next_s = -math.inf
+        self._num_left_out = 0
+
+    def log(self, text: str) -> None:
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._num_left_out += 1
+            return
+        left_out = f" ({self._num_left_out} more like this since the last such line)" if self._num_left_out else ""
+        self._logger.log(self._level, "%s%s", one_line(text), left_out)
+        self._next_s, self._num_left_out = now_s + self._EVERY_S, 0
 
 
 class _JsonFormatter(logging.Formatter):

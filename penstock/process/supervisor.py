@@ -232,6 +232,11 @@ class Supervisor:
         child.standby.drop()
         child.spec, child.is_kept, child.has_settled, child.end = spec, True, True, None
 
+    def announce_successor(self, child: Child) -> None:
+        """Tell the child, which handles SIGUSR1, that another is ready to take its place."""
+        if child.process is not None:
+            child.process.send_signal(signal.SIGUSR1)
+
     def retire(self, child: Child) -> None:
         """Tell the child to end; another call sends SIGTERM again. It is not restarted. It is killed after the time
         that a stop may take."""

@@ -114,11 +114,13 @@ class BackendChildren:
     persist_kv: int = 0
     """Bytes for pages that outlive a backend, for each."""
 
-    def prepare(self, options: BackendOptions, before: PreparedBackend | None = None) -> PreparedBackend:
+    def prepare(
+        self, options: BackendOptions, before: PreparedBackend | None = None, beside: PreparedBackend | None = None
+    ) -> PreparedBackend:
         """Allocate the memory that a backend shares with this process.
 
-        before has ended, and leaves its pages to this one. Raises CannotStart for a recorder whose size is out of
-        bounds, or without memory.
+        before has ended, and leaves its pages to this one; beside still runs, and leaves its pages to it. Raises
+        CannotStart for a recorder whose size is out of bounds, or without memory.
         """
         recorder_fd = pages_fd = None
         try:
@@ -129,9 +131,10 @@ class BackendChildren:
                 options.check()
                 recorder_fd = create_fd(options.flight_recorder)
             weights = None if self.weights is None else self.weights.open(options)
+            hand_over = os.memfd_create("penstock-hand-over") if beside is None else os.dup(beside.hand_over)
         except (StartupError, OSError) as error:
             raise CannotStart(str(error)) from error
-        return PreparedBackend(self, options, Heartbeat.create(), recorder_fd, weights, pages_fd)
+        return PreparedBackend(self, options, Heartbeat.create(), hand_over, recorder_fd, weights, pages_fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,8 @@ class PreparedBackend:
     common: BackendChildren
     options: BackendOptions
     heartbeat: Heartbeat
+    hand_over: int
+    """fd of the memory for pages that this backend and its successor have in common."""
     recorder_fd: int | None
     weights: FdMailbox | None = None
     pages_fd: int | None = None
@@ -155,9 +160,10 @@ class PreparedBackend:
             recorder_fd=self.recorder_fd,
             weights_fds=() if self.weights is None else self.weights.fds,
             persist_kv_fd=self.pages_fd,
+            hand_over_fd=self.hand_over,
             **changes,
         )
-        fds = [self.heartbeat.fd, *(() if self.weights is None else self.weights.fds)]
+        fds = [self.heartbeat.fd, self.hand_over, *(() if self.weights is None else self.weights.fds)]
         crash_files = None
         if self.pages_fd is not None:
             fds.append(self.pages_fd)
@@ -197,7 +203,7 @@ class PreparedBackend:
         self.heartbeat.close()
         if self.common.weights is not None and self.weights is not None:
             self.common.weights.release(self.weights)
-        for fd in (self.recorder_fd, self.pages_fd):
+        for fd in (self.hand_over, self.recorder_fd, self.pages_fd):
             if fd is not None:
                 os.close(fd)
 

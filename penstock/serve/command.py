@@ -49,7 +49,7 @@ from penstock.serve.sleeping_models.sleepers import Sleepers
 from penstock.serve.upgrade.control import ControlSocket
 from penstock.serve.upgrade.succession import Running, Upgrades
 from penstock.serve.welcome import ShownModel, Use, Welcome
-from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free, remove_unserved
+from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
 
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
@@ -143,7 +143,7 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
 def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     """Hold the backend's socket path. Exits with one line if another backend serves it.
 
-    A private path leaves no files behind, another one only its lock.
+    A private path leaves no files behind.
     """
     try:
         check_free(path)
@@ -153,7 +153,8 @@ def _backend_socket(path: Path, *, is_private: bool) -> Iterator[None]:
     except CannotListen as error:
         fail(COMMAND, str(error))
     finally:
-        (_remove_socket if is_private else remove_unserved)(path)
+        if is_private:
+            _remove_socket(path)
 
 
 def _remove_leftovers(directory: Path) -> None:

@@ -249,12 +249,10 @@ def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
 
 
 def frontend_options(options: ServeOptions, backends: Mapping[str, BackendOptions]) -> FrontendOptions:
-    """Return the options of a frontend for the backends of `backend_options`."""
     sockets = {name: backend.socket for name, backend in backends.items()}
-    replicas = tuple(backend.socket for backend in replica_options(options).values())
     return dataclasses.replace(
         select_options(options, FrontendOptions),
-        replica_socket=(*options.replica_socket, *replicas),
+        replica_socket=(*options.replica_socket, *(each.socket for each in replica_options(options).values())),
         model_socket=tuple(f"{name}={path}" for name, path in sockets.items() if options.has_names),
         embedding_socket=sockets.get("embedding backend", options.embedding_socket),
         rerank_socket=sockets.get("rerank backend", options.rerank_socket),

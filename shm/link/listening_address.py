@@ -22,6 +22,8 @@ MAX_NAME_BYTES = MAX_PATH_BYTES - len("/proc/self/fd/2147483647/..messages")
 with a suffix."""
 
 LOCK_SUFFIX = ".lock"
+NEXT = "-next"
+"""At the end of the name of a successor's socket, until `take_over`."""
 _BACKLOG = 128
 _MAX_PID_BYTES = 20
 
@@ -100,7 +102,7 @@ class ListeningAddress:
     def listen(self, listener: socket.socket) -> None:
         """Let the socket listen at the path. Raises CannotListen."""
         try:
-            self.remove()  # an existing socket is a dead backend's
+            self._unlink(self._name)  # this process holds the lock, so an existing socket is a dead backend's
             self._bind(listener, self._name)
             self._inode = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino
             listener.listen(_BACKLOG)
@@ -108,14 +110,14 @@ class ListeningAddress:
             raise self._cannot_make_socket(error) from None
 
     def unlink(self) -> None:
-        """Remove the socket that `listen` made, unless another backend has taken the path over. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino == self._inode:
-                self._unlink(self._name)
-
-    def remove(self) -> None:
-        """Remove whatever socket is at the path: this process holds the lock. Raises OSError."""
-        self._unlink(self._name)
+        """Remove the socket that `listen` made, also if it has taken another's path over; unless another backend has
+        taken over this one's. Raises OSError."""
+        stem, dot, suffix = self._name.rpartition(".")
+        for name in {self._name, stem.removesuffix(NEXT) + dot + suffix}:
+            with contextlib.suppress(FileNotFoundError):
+                # The socket holds its inode, so no other file has that number.
+                if os.stat(name, dir_fd=self._directory_fd, follow_symlinks=False).st_ino == self._inode:
+                    self._unlink(name)
 
     def unnamed_listener(self) -> tuple[socket.socket, int]:
         """Return a stream socket that listens and has no name, and an fd (O_PATH) for `connectable_path`.
@@ -160,21 +162,18 @@ def connectable_path(socket_fd: int) -> str:
     return f"/proc/self/fd/{socket_fd}"
 
 
+def successor_path(path: Path) -> Path:
+    """Return the path at which the successor of the backend at this path listens before it takes over."""
+    return path.with_name(f"{path.stem}{NEXT}{path.suffix}")
+
+
 def take_over(path: Path, new_path: Path) -> None:
-    """Give the path to the backend that listens at new_path, in the same directory.
+    """Give the path to the backend that listens at new_path, its `successor_path`.
 
     New connections reach that backend; existing connections stay. Raises OSError.
     """
     os.rename(new_path, path)
     os.rename(new_path.with_name(new_path.name + LOCK_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
-
-
-def remove_unserved(path: Path) -> None:
-    """Remove a socket unless a backend serves it. One that took the path over did not know its name."""
-    with contextlib.suppress(CannotListen):
-        address = ListeningAddress(path)
-        address.remove()
-        address.close()
 
 
 def holder_pid(path: Path) -> int | None:

@@ -257,6 +257,7 @@ def test_busy_port_is_reported_in_one_line_with_status_1(directory: Path) -> Non
         (("--port", "70000"), "port"),
         (("--port", "x"), "port"),
         (("--workers", "0"), "workers"),
+        (("--workers", "100000"), "Must be <= 256"),
         (("--max-body", "lots"), "lots"),
         (("--drain-timeout-s", "-1"), "drain-timeout-s"),
         (("--no-such-option",), "no-such-option"),

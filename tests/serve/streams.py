@@ -69,4 +69,4 @@ def choices_of(client: httpx.Client, body: dict[str, Any], begun: threading.Barr
 def samples(client: httpx.Client, name: str) -> list[float]:
     """The values of a metric, one for each replica."""
     lines = client.get("/metrics").text.splitlines()
-    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{")]
+    return [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} "))]

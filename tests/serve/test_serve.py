@@ -35,6 +35,7 @@ from penstock.shm.recording.rings import open_ring
 from penstock.tools.processes import descendants
 from tests.frontend.transport.test_listening import make_certificate
 from tests.serve.serve_process import Start
+from tests.system.processes import wait_until
 
 
 def test_https_on_a_unix_socket_works_and_reads_its_keys_again(start: Start, tmp_path: Path) -> None:
@@ -214,6 +215,15 @@ def test_next_server_removes_the_socket_of_a_killed_one(start: Start, tmp_path: 
     following.wait_until_ready()
     assert sockets() == {f"serve-{serve.process.pid}" for serve in (living, following)}
     assert living.complete()[0] == 200
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed_during_its_start(start: Start) -> None:
+    serve = start("--replicas", "2")
+    wait_until(lambda: serve.pids("penstock.backend.main") and serve.pids("penstock.frontend.worker"), 60.0)
+    left = descendants(serve.process.pid)
+    serve.process.kill()
+    serve.process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in left), 60.0)
 
 
 def test_missing_model_ends_the_server_with_one_line(start: Start, tmp_path: Path) -> None:

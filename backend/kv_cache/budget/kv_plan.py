@@ -174,15 +174,16 @@ class KvPlan(KvCapacity):
         return "lower --kv-budget"
 
     @property
-    def narrowing(self) -> str:
-        """What "auto" has changed because the budget is small; empty if it took the first dtype."""
-        first, chosen = self.choice.tried[0], self.choice.chosen
-        if first is chosen:
-            return ""
+    def narrowing(self) -> str | None:
+        """A warning if a small budget has narrowed the cache, which changes tokens."""
+        wanted, choice = self.choice.tried[0], self.choice
+        if wanted is choice.chosen:
+            return None
+        wide = wanted.kv_dtype
         return (
-            f"KV cache in {chosen.kv_dtype}: in {first.kv_dtype} the budget holds {first.num_tokens:,} tokens, less "
-            f"than {self.choice.needed_tokens:,} ({self.choice.needed_for}). Answers are not those of "
-            f"{first.kv_dtype}: raise --kv-budget, or set --kv-dtype {first.kv_dtype} if shorter contexts are enough"
+            f"--kv-dtype auto takes {self.kv_dtype}, because a KV cache in {wide} holds "
+            f"{wanted.num_tokens:,} of {choice.needed_tokens:,} tokens ({choice.needed_for}) in {self.budget}: "
+            f"tokens may differ from those of {wide}. --kv-dtype {wide} or a larger --kv-budget avoids that"
         )
 
     @property

@@ -142,7 +142,8 @@ ENGINE_PAGE = EndpointDoc("Server", "A page that shows what the scheduler does."
 ENGINE_PAGE_FILE = EndpointDoc("Server", "The engine page's scripts and style.", SCRIPT, can_be_missing=True)
 ENGINE_EVENTS = EndpointDoc(
     "Server",
-    "Streams the engine's steps, sequences and pages, for the engine page. No text, and no other tenant's names.",
+    "Streams the engine's steps, sequences and pages, for the engine page; others' as sums, see --engine-view. With "
+    "keys it needs one, or the admin key.",
     "text/event-stream",
     query=(
         ("model", str, "The model whose engine is shown; the first one by default."),

@@ -35,6 +35,7 @@ from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
 from penstock.frontend.transport.sse import EventStream
+from penstock.process.logs import RareLine
 
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.responses")
 
 _PATH = "/v1/responses/"
+_NOT_STORED_HEADER = b"x-penstock-not-stored"
 _MAX_QUERY_FIELDS = 16
 _ITEMS_PER_PAGE = 20
 _MAX_ITEMS_PER_PAGE = 100
@@ -70,6 +72,7 @@ class Responses:
         self._runs = BackgroundRuns(open_exchanges, store)
         self._followers = Followers(store, open_exchanges)
         self._is_to_scrub = asyncio.Event()
+        self._not_stored = RareLine(logger, logging.WARNING)
 
     async def run(self, context: EndpointContext) -> None:
         """Drop expired responses, and take over those that other workers left. Runs until it is cancelled."""
@@ -113,7 +116,7 @@ class Responses:
             await self._keep_unanswered(exchange, pending, served, turn)
             return
         if not body.background:
-            keep = partial(self._keep, exchange.tenant, pending, turn)
+            keep = partial(self._keep, exchange, pending, turn)
             style = AnswerStyle(self._kept.id_prefix, pending.make_format, keep, farewell=DONE)
             with renamed(RENAMED):
                 await answer_chat(exchange, chat, served, style, num_body_bytes=num_body_bytes)
@@ -177,18 +180,19 @@ class Responses:
         )
         answer = pending.make_format(identity, Usage(prompt_tokens=0), StreamUsageOptions())
         events = answer.opening(0) + answer.end_unanswered()
-        await self._keep(exchange.tenant, pending, turn, events)
+        await self._keep(exchange, pending, turn, events)
         await EventStream(exchange, lambda: ()).end(events)
 
-    async def _keep(self, tenant: bytes, pending: PendingResponse, turn: Turn | None, _last: bytes) -> None:
-        """Store an answer before its client has all of it. If that fails, the client still receives its answer."""
+    async def _keep(self, exchange: Exchange, pending: PendingResponse, turn: Turn | None, _last: bytes) -> None:
+        """Store an answer before its client has all of it. If that fails, the client still receives its answer, with
+        the reason in a header if that has not been sent."""
         if pending.ended is not None and turn is not None:
             turn.keep(pending.ended)
         if pending.ended is not None and pending.is_stored:
-            try:
-                await self._kept.store.put(tenant, pending.ended)
-            except ApiError:
-                logger.warning("%s is not stored", pending.ended.response_id)
+            reason = await self._kept.store.put(exchange.tenant, pending.ended)
+            if reason is not None:
+                exchange.more_headers = (*exchange.more_headers, (_NOT_STORED_HEADER, reason.encode()))
+                self._not_stored.log(f"{pending.ended.response_id} is not stored: {reason}")
 
     async def count_input(self, exchange: Exchange, context: EndpointContext) -> None:
         """POST /v1/responses/input_tokens. Raises ApiError, ClientGoneError."""

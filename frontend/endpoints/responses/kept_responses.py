@@ -61,7 +61,7 @@ class KeptResponses:
         """Return the response; an error names param, the request's field that refers to it."""
         stored = await self.store.get(tenant, response_id)
         if stored is None:
-            raise self._unknown(response_id, param)
+            raise self._unknown(tenant, response_id, param)
         return stored
 
     async def input_items(self, tenant: bytes, response_id: str) -> Sequence[ResponseItem]:
@@ -70,7 +70,7 @@ class KeptResponses:
 
     async def remove(self, tenant: bytes, response_id: str) -> None:
         if not await self.store.remove(tenant, response_id):
-            raise self._unknown(response_id, None)
+            raise self._unknown(tenant, response_id, None)
 
     async def resolved(self, tenant: bytes, items: Sequence[ResponseItem]) -> tuple[list[ResponseItem], int]:
         """Replace references to outputs of kept responses by these outputs. Also return the size of all of them in
@@ -101,12 +101,16 @@ class KeptResponses:
             invalid(param, f"{shorten(response_id)} has no item {shorten(item_id)}")
         return found
 
-    def _unknown(self, response_id: str, param: str | None) -> ApiError:
+    def _unknown(self, tenant: bytes, response_id: str, param: str | None) -> ApiError:
         why = (
             f"it was deleted, was unused for {self.store.max_idle_s:g} s, was evicted for newer ones, or never "
             "existed. Send the whole conversation as input"
         )
-        if not self.store.is_shared and response_id.startswith("resp_") and not response_id.startswith(self.id_prefix):
+        if (reason := self.store.why_unstored(tenant, response_id)) is not None:
+            why = f"it was not stored: {reason}. Send the whole conversation as input"
+        elif (
+            not self.store.is_shared and response_id.startswith("resp_") and not response_id.startswith(self.id_prefix)
+        ):
             why = (
                 "another process made it, and without a state directory each worker keeps its own responses until it "
                 "ends. Start the server with --state-dir, or send the whole conversation as input"

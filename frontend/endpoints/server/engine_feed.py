@@ -25,6 +25,7 @@ from penstock.frontend.endpoints.server.engine_updates import (
     OwnUpdate,
     describe_counters,
     describe_engine,
+    describe_sums,
 )
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
 from penstock.frontend.transport.sse import EventStream
@@ -36,7 +37,7 @@ from penstock.shm.recording.records import unpack
 from penstock.shm.recording.rings import NoRing, open_ring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.generation.models.served_model import ModelKeeper
@@ -54,12 +55,26 @@ _AT_LEAST_EVERY_S = 1.0
 _REOPEN_EVERY_S = 2.0
 MAX_QUEUED = 12
 _MAX_NAMES = 20_000
+_ONLY_TENANT = 0
+"""The number of a viewer's tenant in its own view."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnView:
+    """What a tenant receives that sees only its own requests one by one."""
+
+    data: bytes
+    """The engine event."""
+    requests: list[tuple[int, str]]
+    """Each request's key and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     data: bytes
-    """The engine event."""
+    """The engine event for viewers who see all."""
+    views: dict[str, OwnView]
+    """For each other viewer's tenant."""
     first_step: int
     """Number of steps that were read before this update's."""
     end_step: int
@@ -68,10 +83,13 @@ class Update:
     numbers: dict[str, int]
     """Tenant → its number."""
 
-    def own(self, tenant: str, lost_steps: int) -> bytes:
-        """Return the event for one tenant."""
-        own = OwnUpdate(lost_steps, self.numbers.get(tenant, -1), self.owners.get(tenant, []))
-        return _event(own)
+    def events(self, tenant: str, lost_steps: int, *, sees_all: bool) -> bytes:
+        """Return the two events for one viewer."""
+        if sees_all:
+            own = OwnUpdate(lost_steps, self.numbers.get(tenant, -1), self.owners.get(tenant, []))
+            return self.data + _event(own)
+        view = self.views[tenant]
+        return view.data + _event(OwnUpdate(0, _ONLY_TENANT, view.requests))
 
 
 def _event(value: EngineUpdate | OwnUpdate) -> bytes:
@@ -102,8 +120,10 @@ class EngineReader:
             self._ring.close()
         self._ring = self._live = None
 
-    def read(self, *, wants_all: bool, now_s: float) -> tuple[Update | None, Update | None]:
-        """Read what is new.
+    def read(
+        self, *, wants_all: bool, now_s: float, tenants: Collection[str] = ()
+    ) -> tuple[Update | None, Update | None]:
+        """Read what is new. tenants are those of viewers who see only their own requests.
 
         Returns an update since the last one, or None if nothing is new; and, if wanted, an update with all remembered
         steps and events.
@@ -127,19 +147,44 @@ class EngineReader:
             describe_counters(update, board)
         self._remember([*shown, *changes.left])
         update.steps, update.events = changes.steps[-MAX_STEPS:], changes.events[-MAX_EVENTS:]
-        fresh = self._encode(update, shown, max(first_step, self._num_steps - MAX_STEPS))
+        own = [(tenant, *self._own_update(update, tenant, board)) for tenant in tenants]
+        fresh = self._encode(update, shown, max(first_step, self._num_steps - MAX_STEPS), own)
         if not wants_all:
             return fresh, None
         update.steps, update.events = list(self._steps), list(self._events)
-        return fresh, self._encode(update, shown, self._num_steps - len(self._steps))
+        return fresh, self._encode(update, shown, self._num_steps - len(self._steps), own)
 
-    def _encode(self, update: EngineUpdate, shown: list[LiveRequest], first_step: int) -> Update:
+    def _own_update(
+        self, update: EngineUpdate, tenant: str, board: Mapping[str, int] | None
+    ) -> tuple[EngineUpdate, list[LiveRequest]]:
+        own = EngineUpdate(update.time_s, update.model, update.problem)
+        shown = [] if self._live is None else describe_engine(own, self._live, Numbers(), tenant)
+        if board is not None and "steps" in board:
+            describe_sums(own, board, self._steps)
+        return own, shown
+
+    def _encode(
+        self,
+        update: EngineUpdate,
+        shown: list[LiveRequest],
+        first_step: int,
+        own_updates: Iterable[tuple[str, EngineUpdate, list[LiveRequest]]],
+    ) -> Update:
+        views = {tenant: self._view(tenant, own, own_shown, update) for tenant, own, own_shown in own_updates}
         owners: dict[str, list[tuple[int, str]]] = {}
         for key in dict.fromkeys([*(request.key for request in shown), *(event.request for event in update.events)]):
             if (known := self._names.get(key)) is not None:
                 owners.setdefault(known[0], []).append((key, known[1]))
         numbers = {tenant: self._tenants.find(tenant) for tenant in owners}
-        return Update(_event(update), first_step, self._num_steps, owners, numbers)
+        return Update(_event(update), views, first_step, self._num_steps, owners, numbers)
+
+    def _view(self, tenant: str, own: EngineUpdate, shown: list[LiveRequest], update: EngineUpdate) -> OwnView:
+        names = {request.key: self._names[request.key] for request in shown}
+        for event in update.events:
+            if (name := self._names.get(event.request)) is not None and name[0] == tenant:
+                names[event.request] = name
+        own.events = [event for event in update.events if event.request in names]
+        return OwnView(_event(own), [(key, name) for key, (_, name) in names.items()])
 
     def _remember(self, requests: list[LiveRequest]) -> None:
         for request in requests:
@@ -199,9 +244,9 @@ class EngineFeed:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
 
-    def join(self) -> Viewer:
-        """Return a viewer, which leaves with `leave`."""
-        viewer = Viewer()
+    def join(self, only_tenant: str | None = None) -> Viewer:
+        """Return a viewer, which leaves with `leave`. only_tenant: it sees this tenant's requests one by one."""
+        viewer = Viewer(only_tenant)
         self._viewers.add(viewer)
         if self._task is None:
             self._task = asyncio.create_task(self._run())
@@ -219,8 +264,11 @@ class EngineFeed:
             while self._viewers:
                 self._wake.clear()
                 wants_all = any(viewer.is_new for viewer in self._viewers)
+                tenants = {viewer.only_tenant for viewer in self._viewers if viewer.only_tenant is not None}
                 # In a thread, because the first read takes all that the ring holds.
-                fresh, everything = await asyncio.to_thread(reader.read, wants_all=wants_all, now_s=time.monotonic())
+                fresh, everything = await asyncio.to_thread(
+                    reader.read, wants_all=wants_all, now_s=time.monotonic(), tenants=tenants
+                )
                 for viewer in self._viewers:
                     viewer.put(fresh, everything)
                 with contextlib.suppress(TimeoutError):
@@ -237,7 +285,9 @@ class EngineFeed:
 class Viewer:
     """One stream's queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_tenant: str | None = None) -> None:
+        self.only_tenant = only_tenant
+        """The tenant whose requests it sees; None sees all."""
         self.is_new = True
         """It has not received an update yet."""
         self._queue: deque[Update] = deque(maxlen=MAX_QUEUED)
@@ -248,7 +298,8 @@ class Viewer:
     def put(self, fresh: Update | None, everything: Update | None) -> None:
         """everything is an update for new viewers. Displaces the oldest update if the queue is full."""
         update = everything if self.is_new else fresh
-        if update is not None:
+        # A viewer that came while the update was made waits for the next one.
+        if update is not None and (self.only_tenant is None or self.only_tenant in update.views):
             self.is_new = False
             self._queue.append(update)
             self._changed.set()
@@ -285,6 +336,7 @@ class EngineStreams:
 
     async def watch(self, exchange: Exchange, context: EndpointContext) -> None:
         """Send events until the client hangs up or the server drains. Raises ApiError, ClientGoneError."""
+        sees_all = context.admission.identify_viewer(exchange)
         self._check(exchange, context)
         key = _choose(exchange, context)
         stream = EventStream(exchange, lambda: ())
@@ -292,14 +344,14 @@ class EngineStreams:
             await stream.end(b"")
             return
         feed = self._feeds.setdefault(key, EngineFeed(lambda: _backend(*key)))
-        viewer = feed.join()
-        self._num_viewers += 1
         tenant = exchange.payer.hex()
+        viewer = feed.join(None if sees_all else tenant)
+        self._num_viewers += 1
         try:
             async with exchange.cancelled_on_disconnect():
                 while (next_one := await viewer.next()) is not None and not context.exchanges.is_draining:
                     update, num_lost = next_one
-                    await stream.write(update.data + update.own(tenant, num_lost))
+                    await stream.write(update.events(tenant, num_lost, sees_all=sees_all))
             await stream.end(b"")
         finally:
             self._num_viewers -= 1

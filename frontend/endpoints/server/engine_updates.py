@@ -1,4 +1,4 @@
-"""The events of the engine view's stream: those that all viewers of a backend receive, and those of one tenant."""
+"""The events of the engine view's stream: those of viewers who see all requests, and those of one tenant."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ MAX_STEPS = 1000
 MAX_EVENTS = 500
 MAX_WAITING = 200
 _MAX_KEYS = 16
+_RATE_WINDOW_S = 5.0
+_PAGE_GRAINS = 64
+"""A lone request of another tenant shows its length in so many steps at most."""
 _US_PER_S = 1e6
 
 _COUNTERS = (
@@ -97,8 +100,23 @@ class ShownHistogram(Struct):
     sum_s: float
 
 
+class Sums(Struct):
+    """The requests of all tenants together, for a viewer who sees only its own one by one."""
+
+    running: int
+    waiting: int
+    pages: int
+    """Pages held, rounded up to a sixty-fourth of all."""
+    tokens_per_s: int
+    """Generated in the last seconds."""
+
+
 class EngineUpdate(Struct, tag="engine"):
-    """The state of one backend, the same for every viewer. Times are in seconds of the machine's monotonic clock."""
+    """The state of one backend. Times are in seconds of the machine's monotonic clock.
+
+    A viewer who sees only its own requests receives these and the sums, and no steps, counters of requests and
+    histograms: while one other request runs, they describe it.
+    """
 
     time_s: float
     model: str
@@ -119,6 +137,7 @@ class EngineUpdate(Struct, tag="engine"):
     """All waiting requests; the list may contain fewer."""
     tenants: list[TenantPages] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    sums: Sums | None = None
     histograms: dict[str, ShownHistogram] = field(default_factory=dict)
     """Time to first token, between tokens, in the queue, and of steps, since the backend started."""
 
@@ -155,16 +174,20 @@ class Numbers(Generic[_Name]):
         return self._numbers.get(name, -1)
 
 
-def describe_engine(update: EngineUpdate, live: LiveEngine, tenants: Numbers[str]) -> list[LiveRequest]:
-    """Fill in the open sequences and requests; return the open requests that are shown."""
+def describe_engine(
+    update: EngineUpdate, live: LiveEngine, tenants: Numbers[str], only: str | None = None
+) -> list[LiveRequest]:
+    """Fill in the open sequences and requests, or only those of one tenant; return the open requests that are shown."""
     if (started := live.started) is not None:
         update.max_running, update.max_batch_tokens = started.max_running, started.max_batch_tokens
         update.page_size, update.num_pages = started.page_size, started.num_pages
     shown: list[LiveRequest] = []
     for sequence in live.sequences.values():
-        update.sequences.append(_shown_sequence(sequence, tenants))
-        shown += list(sequence.requests.values())[:_MAX_KEYS]
-    waiting = [request for request in live.waiting() if request.sequence is None]
+        requests = [request for request in sequence.requests.values() if only in (None, request.tenant)]
+        if requests or only is None:
+            update.sequences.append(_shown_sequence(sequence, requests, tenants))
+            shown += requests[:_MAX_KEYS]
+    waiting = [request for request in live.waiting() if request.sequence is None and only in (None, request.tenant)]
     update.num_waiting = len(waiting)
     for request in waiting[:MAX_WAITING]:
         reason = live.why_it_waits(request).value
@@ -177,8 +200,8 @@ def describe_engine(update: EngineUpdate, live: LiveEngine, tenants: Numbers[str
     return shown
 
 
-def _shown_sequence(sequence: LiveSequence, tenants: Numbers[str]) -> ShownSequence:
-    requests = list(sequence.requests.values())
+def _shown_sequence(sequence: LiveSequence, requests: list[LiveRequest], tenants: Numbers[str]) -> ShownSequence:
+    """requests are those of its listeners that are shown."""
     first = requests[0] if requests else None
     return ShownSequence(
         sequence.number,
@@ -214,6 +237,17 @@ def describe_counters(update: EngineUpdate, board: Mapping[str, int]) -> None:
         "queue": _histogram(FrontendBoard.queue_us, board, Board.TOTALS),
         "step": _histogram(BackendBoard.step_us, board),
     }
+
+
+def describe_sums(update: EngineUpdate, board: Mapping[str, int], steps: Iterable[StepColumn]) -> None:
+    """steps are the last ones."""
+    total, begin_s = board["pages_total"], update.time_s - _RATE_WINDOW_S
+    grain = max(1, total // _PAGE_GRAINS)
+    pages = min(total, -(-board["pages_used"] // grain) * grain)
+    num_tokens = sum(step.num_decodes for step in steps if step.ended_s >= begin_s)
+    running, waiting = board["running"], board["waiting"]
+    update.sums = Sums(running, waiting, pages, round(num_tokens / _RATE_WINDOW_S))
+    update.counters = {"pages_total": total, "pages_used": pages}
 
 
 def _histogram(histogram: Histogram, board: Mapping[str, int], prefix: str = "") -> ShownHistogram:

@@ -21,6 +21,7 @@ _FIXED = {
     "recorder-fd": "the server sets it",
     "weights-fds": "the server sets it",
     "persist-kv-fd": "the server sets it",
+    "hand-over-fd": "the server sets it",
     "beside-another": "the server sets it",
 }
 MAX_TOKENS = 256

@@ -20,7 +20,7 @@ from penstock.serve.upgrade.control import Caller, CannotUpgrade, ControlSocket
 from penstock.serve.upgrade.new_options import BadOptions, changed
 from penstock.shm.client.replicas.replica_set import difference
 from penstock.shm.link.join import Refused, join
-from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, take_over
+from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, successor_path, take_over
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
 from penstock.shm.messages import WireError
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 _CONNECT_LIMIT_S = 10.0
 """Time that the old backend waits for its frontends to find the new one."""
 _JOIN_LIMIT_S = 1.0
-_NEXT = "-next"
+_SAVE_LIMIT_S = 1.0
+"""Time for the pages of running sequences; those that are not copied by then may be computed again."""
+_TURNS_PER_STEP = 2
+"""Turns of the supervisor, of 0.05 s, after which a backend with such pages has copied some more."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,14 +64,14 @@ class Succession:
     def replace(self, running: Running, options: BackendOptions) -> Iterator[None]:
         """Replace one backend by one with these options. Raises CannotUpgrade if the old one continues instead."""
         path = options.socket
-        next_path = path.with_name(f"{path.stem}{_NEXT}{path.suffix}")
-        prepared = self._children.prepare(options)
+        next_path = successor_path(path)
+        prepared = self._children.prepare(options, beside=running.prepared)
         spec = prepared.spec(f"new {running.name}", socket=next_path, beside_another=True)
         self._tell(f"a new {running.name} starts beside the old one")
         new = self._supervisor.add(spec)
         with contextlib.ExitStack() as visits:
             try:
-                yield from self._take_path(new, path, next_path, visits)
+                yield from self._take_path(new, running.child, path, visits)
             except CannotUpgrade as error:
                 yield from self._end(new)
                 prepared.close()
@@ -85,9 +88,10 @@ class Succession:
         running.child, running.prepared = new, prepared
         self._tell(f"the new {running.name} has taken over")
 
-    def _take_path(self, new: Child, path: Path, next_path: Path, visits: contextlib.ExitStack) -> Iterator[None]:
+    def _take_path(self, new: Child, old: Child, path: Path, visits: contextlib.ExitStack) -> Iterator[None]:
         """Wait until the new backend is ready, check it, and give it the path; then wait for the frontends. Raises
         CannotUpgrade, with the rest of a sentence, before the path has changed hands."""
+        next_path = successor_path(path)
         while (new_visit := _visit(next_path)) is None:
             if new.end is not None:
                 raise CannotUpgrade(f"{describe_end(new.end)} during its start, and has logged why")
@@ -97,6 +101,8 @@ class Succession:
         if old_visit is not None:  # otherwise it crashes again and again, perhaps
             visits.callback(old_visit.close)
             _check(old_visit.card, new_visit.card)
+            self._supervisor.announce_successor(old)
+            yield from _saved_pages(old_visit)
         take_over(path, next_path)
         deadline_s = time.monotonic() + _CONNECT_LIMIT_S
         while old_visit is not None and time.monotonic() < deadline_s:
@@ -150,6 +156,17 @@ def _check(old: ModelCard, new: ModelCard) -> None:
         )
 
 
+def _saved_pages(old: _Visit) -> Iterator[None]:
+    """Wait while the old backend copies pages for its successor."""
+    num_before, num_saved = -1, 0
+    deadline_s = time.monotonic() + _SAVE_LIMIT_S
+    while num_saved > num_before and time.monotonic() < deadline_s:
+        num_before = num_saved
+        for _ in range(_TURNS_PER_STEP):
+            yield
+        num_saved = old.num_saved_pages
+
+
 class _Visit:
     """A connection to a backend, as a frontend without requests: it shows the model, and the number of frontends."""
 
@@ -169,6 +186,11 @@ class _Visit:
     def num_frontends(self) -> int:
         """Number of frontends including this visit, once the backend has counted it."""
         count: int = self._board.frontends
+        return count
+
+    @property
+    def num_saved_pages(self) -> int:
+        count: int = self._board.pages_saved
         return count
 
     def close(self) -> None:

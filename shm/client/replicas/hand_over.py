@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, TypeGuard
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
 from penstock.shm.client.request import GenerationRequest
@@ -27,6 +28,13 @@ logger = logging.getLogger("penstock.client")
 
 _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves anyway."""
+_MOVED_TOGETHER = 8
+"""Streams. Their first step on the other backend also computes what each has generated since its preparation."""
+_MOST_ROUNDS = 10
+_FEW_TOKENS = 2
+"""Tokens of a stream; a step that computes so many is hardly longer than one that computes one."""
+_NEXT_TOKEN_S = 0.1
+_LOOK_EVERY_S = 0.001
 _GREEDY = Sampling(temperature=0.0)
 
 
@@ -52,33 +60,67 @@ class HandOver:
         groups: dict[object, list[OpenStream]] = {}
         for stream in self._source.client.open_streams:
             groups.setdefault(self._together(stream) or stream, []).append(stream)
-        # One by one: a step with the tokens of several would hold up all streams that have moved already.
+        several: list[list[OpenStream]] = []
         for group in groups.values():
-            if not self._source.computes:
-                break
-            await self._hand_over(group)
+            several.append(group)
+            if sum(map(len, several)) >= _MOVED_TOGETHER:
+                await self._hand_over(several)
+                several = []
+        await self._hand_over(several)
         if self.num_moved:
             logger.info("%d streams of a leaving backend continue on another", self.num_moved)
 
-    async def _hand_over(self, group: Sequence[OpenStream]) -> None:
+    async def _hand_over(self, groups: Sequence[Sequence[OpenStream]]) -> None:
+        targets: dict[int, Replica] = {}
+        # One by one: the old backend goes on beside it, so its steps should stay short.
+        for index, group in enumerate(groups):
+            if self._source.computes and (target := await self._prepare(group)) is not None:
+                targets[index] = target
+        running = {index: target for index, target in targets.items() if any(map(_is_generating, groups[index]))}
+        # Then, a step for all, the tokens generated meanwhile: each round takes less time, so it leaves fewer.
+        for _ in range(_MOST_ROUNDS if running else 0):
+            num_before = self._num_tokens(groups)
+            await asyncio.gather(*(self._prepare(groups[index], target) for index, target in running.items()))
+            if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(running):
+                break
+        if running:
+            await self._next_token(groups)
+        for index, target in targets.items():
+            moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
+            if moving and self._source.computes and target.client.ready:
+                self._move(self._source, moving, target)
+                self.num_moved += len(moving)
+
+    async def _next_token(self, groups: Sequence[Sequence[OpenStream]]) -> None:
+        """Wait until streams have just received tokens: then the pause that the move makes begins late."""
+        num_before, deadline_s = self._num_tokens(groups), time.monotonic() + _NEXT_TOKEN_S
+        while self._num_tokens(groups) == num_before and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_EVERY_S)  # streams tell only their readers of tokens
+
+    def _num_tokens(self, groups: Sequence[Sequence[OpenStream]]) -> int:
+        return sum(len(group[0].tokens) for group in groups)
+
+    async def _prepare(self, group: Sequence[OpenStream], target: Replica | None = None) -> Replica | None:
+        """Let the target, or one that it chooses, compute a group's tokens so far. None if there is no target."""
         group = self._still_there(group)
         if not group:
-            return
+            return None
         longest = max(group, key=lambda stream: len(stream.tokens))
-        target = self._choose(longest, self._source)
+        target = target or self._choose(longest, self._source)
         if target is None or not target.has_adapter(longest.message.adapter):
-            return
-        if isinstance(longest, TokenStream) and longest.has_tokens and not longest.is_queued:
+            return None
+        if _is_generating(longest):
             await _compute(longest.message, longest.tokens[:], target)
-        moving = [stream for stream in self._still_there(group) if not stream.loans]
-        if moving and self._source.computes and target.client.ready:
-            self._move(self._source, moving, target)
-            self.num_moved += len(moving)
+        return target
 
     def _still_there(self, group: Sequence[OpenStream]) -> list[OpenStream]:
         """The streams that have not ended while others were moved."""
         streams = set(self._source.client.open_streams)
         return [stream for stream in group if stream in streams]
+
+
+def _is_generating(stream: OpenStream) -> TypeGuard[TokenStream]:
+    return isinstance(stream, TokenStream) and stream.has_tokens and not stream.is_queued
 
 
 async def _compute(message: Generate, tokens: array[int], target: Replica) -> None:

@@ -8,7 +8,7 @@ import stat
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from penstock.shm.link.listening_address import MAX_NAME_BYTES, MAX_PATH_BYTES
+from penstock.shm.link.listening_address import MAX_NAME_BYTES, MAX_PATH_BYTES, NEXT
 from penstock.shm.memory.prefix_table import MAX_REPLICAS
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ logger = logging.getLogger("penstock.client")
 SUFFIX = ".sock"
 FIRST_NAME = f"backend{SUFFIX}"
 """The socket to wait for while the directory has none."""
-_NEXT = f"-next{SUFFIX}"
-"""Suffix of the socket of an upgrade's backend, until it takes over another one's path."""
 
 
 class SocketDirectory:
@@ -49,7 +47,7 @@ class SocketDirectory:
         return self._paths
 
     def _is_backend(self, entry: os.DirEntry[str], complaints: set[str]) -> bool:
-        if not entry.name.endswith(SUFFIX) or entry.name.startswith(".") or entry.name.endswith(_NEXT):
+        if not entry.name.endswith(SUFFIX) or entry.name.startswith(".") or entry.name.endswith(NEXT + SUFFIX):
             return False
         try:
             is_socket = stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)

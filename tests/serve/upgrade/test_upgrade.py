@@ -42,7 +42,7 @@ def command_line(serve: Serve) -> str:
 
 def test_file_descriptors_are_for_the_server_alone_to_set() -> None:
     names = [field.name.replace("_", "-") for field in fields(BackendOptions) if field.name.endswith(("_fd", "_fds"))]
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         with pytest.raises(BadOptions, match=f"--{name} cannot be changed: the server sets it"):
             changed(BackendOptions(), [f"--{name}", "0"])
@@ -74,6 +74,25 @@ def test_streams_go_on_with_the_same_text_while_the_backend_is_replaced(start: S
         assert "--max-running 3" in command_line(serve)
     assert serve.stop() == 0
     assert list((tmp_path / "penstock").iterdir()) == []
+
+
+def test_new_backend_finds_the_pages_of_running_streams(start: Start, tmp_path: Path) -> None:
+    serve = start("--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "40MB", "--page-size", "16")
+    serve.wait_until_ready()
+    requests = bodies(400)
+    with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
+        expected = all_choices(client, requests)
+        for _ in range(MOST_TRIES):  # there may be no stream at the moment of the move
+            upgrading = begin_upgrade(tmp_path)
+            while upgrading.poll() is None:
+                assert all_choices(client, requests) == expected
+            shown, _ = upgrading.communicate()
+            assert upgrading.returncode == 0, shown
+            if sum(samples(client, "penstock_kv_pages_restored_total")):
+                break
+        assert sum(samples(client, "penstock_kv_pages_restored_total"))
+        assert all_choices(client, requests) == expected
+    assert serve.stop() == 0
 
 
 def test_bad_upgrades_leave_the_old_backend_and_one_without_memory_for_two_lets_requests_wait(

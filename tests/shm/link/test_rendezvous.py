@@ -22,7 +22,7 @@ from penstock.shm.link.listening_address import (
     AddressInUse,
     CannotListen,
     ListeningAddress,
-    remove_unserved,
+    successor_path,
     take_over,
 )
 from penstock.shm.link.rendezvous import Rendezvous
@@ -203,18 +203,6 @@ def test_socket_of_a_killed_backend_is_reused(socket_path: Path) -> None:
         Rendezvous(socket_path).close()
 
 
-def test_socket_of_a_backend_that_took_the_path_over_is_removed_when_it_has_ended(socket_path: Path) -> None:
-    next_path = socket_path.with_name("next.sock")
-    rendezvous = Rendezvous(next_path)
-    take_over(socket_path, next_path)
-    remove_unserved(socket_path)
-    assert socket_path.is_socket()
-    rendezvous.close()
-    assert socket_path.is_socket()  # it knew another name
-    remove_unserved(socket_path)
-    assert not socket_path.exists()
-
-
 def test_file_that_is_not_a_socket_is_never_removed(socket_path: Path) -> None:
     socket_path.write_text("precious")
     with pytest.raises(CannotListen, match="not a socket"):
@@ -333,3 +321,18 @@ async def test_join_raises_different_errors_without_a_backend_and_for_a_refusal(
     rendezvous.close()
     for peer in peers:
         peer.close()
+
+
+def test_successor_removes_the_socket_that_it_took_over_and_only_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "s-2.sock"
+    old, new = ListeningAddress(path), ListeningAddress(successor_path(path))
+    with socket.socket(socket.AF_UNIX) as old_listener, socket.socket(socket.AF_UNIX) as new_listener:
+        old.listen(old_listener)
+        new.listen(new_listener)
+        take_over(path, successor_path(path))
+        old.unlink()
+        assert path.is_socket()
+        new.unlink()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["s-2.sock.lock"]
+    old.close()
+    new.close()

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.frontend.transport.errors import ErrorKind, retry_later
+from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.process.logs import RareLine, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,12 +33,19 @@ _LOCK_TIMEOUT_S = 2.0
 _LOCKED_FOR_S = 1.0
 """After a wait that failed, calls do not wait for this long: one request may make several calls."""
 _WAL_BYTES = 4 << 20
-_WARNS_EVERY_S = 10.0
 _PRIMARY_CODE = 0xFF
 """The part of an extended error code that names the kind of error."""
 _UNUSABLE = ("not a database", "malformed", "corrupt")
 _BUGS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.NotSupportedError)
 """Errors of a wrong statement. The file, the disk or another process cause all other errors."""
+_REASONS = {
+    sqlite3.SQLITE_FULL: "the disk is full",
+    sqlite3.SQLITE_IOERR: "the disk failed",
+    sqlite3.SQLITE_CORRUPT: "the store's file is damaged",
+    sqlite3.SQLITE_NOTADB: "the store's file is damaged",
+    sqlite3.SQLITE_BUSY: "another process used the store's file for too long",
+}
+"""What clients learn of an error, by its primary code."""
 
 _RESPONSES = """
 CREATE TABLE responses (
@@ -82,6 +90,15 @@ class UnusableFileError(Exception):
     """The file is not a database, is damaged, or has another version. The message is one line."""
 
 
+class StoreFailedError(ApiError):
+    """503, which names the reason."""
+
+    def __init__(self, reason: str) -> None:
+        message = f"the store of responses cannot be used now: {reason}; retry later, or send store=false"
+        super().__init__(ErrorKind.UNAVAILABLE, message, headers=((b"retry-after", b"5"),))
+        self.reason = reason
+
+
 class CorruptFileError(UnusableFileError):
     """The file is damaged or not a database."""
 
@@ -95,7 +112,7 @@ class Database:
         self._connection = _open(path, max_file_bytes)
         self._close_connection = weakref.finalize(self, self._connection.close)
         self._thread = None if path is None else ThreadPoolExecutor(1, "responses")
-        self._warned_s = -_WARNS_EVERY_S
+        self._failure = RareLine(logger, logging.ERROR)
         self._locked_until_s = 0.0
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
@@ -116,8 +133,7 @@ class Database:
             if isinstance(error, _BUGS):
                 raise
             self._warn(error)
-            message = "the store of responses cannot be used now; retry later, or send store=false"
-            raise retry_later(ErrorKind.UNAVAILABLE, message, 5) from None
+            raise StoreFailedError(_REASONS.get(error.sqlite_errorcode & _PRIMARY_CODE, "it failed")) from None
 
     async def scrub(self) -> None:
         """Remove deleted responses from the write-ahead log on disk."""
@@ -157,10 +173,7 @@ class Database:
             self._warn(error)
 
     def _warn(self, error: sqlite3.DatabaseError) -> None:
-        now_s = time.monotonic()
-        if now_s - self._warned_s >= _WARNS_EVERY_S:
-            self._warned_s = now_s
-            logger.error("the store of responses cannot be used: %s", error)
+        self._failure.log(f"the store of responses cannot be used: {error}")
 
 
 async def _in_thread(thread: ThreadPoolExecutor, function: Callable[..., T], *arguments: object) -> T:
@@ -179,7 +192,7 @@ def check_file(path: Path, *, max_file_bytes: int) -> None:
         except sqlite3.DatabaseError as error:
             found = str(error)
     if found != "ok":
-        raise CorruptFileError(f"{path} is damaged: {found}")
+        raise CorruptFileError(f"{path} is damaged: {one_line(found)}")
 
 
 @contextmanager
@@ -213,8 +226,8 @@ def _open(path: Path | None, max_file_bytes: int) -> sqlite3.Connection:
             if isinstance(error, _BUGS):
                 raise
             if any(word in str(error) for word in _UNUSABLE):
-                raise CorruptFileError(f"{path}: {error}") from None
-            raise OSError(f"{path}: {error}") from None
+                raise CorruptFileError(f"{path}: {one_line(error)}") from None
+            raise OSError(f"{path}: {one_line(error)}") from None
         on_error.pop_all()
     return connection
 

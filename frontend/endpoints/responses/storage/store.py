@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.responses.storage import orphans, owner
-from penstock.frontend.endpoints.responses.storage.database import Database
+from penstock.frontend.endpoints.responses.storage.database import Database, StoreFailedError
 from penstock.frontend.endpoints.responses.storage.stored_events import StoredEvents, add_events, events_from
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
 from penstock.frontend.transport.errors import ApiError
@@ -29,6 +30,7 @@ _OVERHEAD_BYTES = 1024
 """Added to each response's size for its row and its places in the indices."""
 _USE_GRAIN_S = 1.0
 """A use is recorded only this long after the last one: a polling client would cause constant writes."""
+_MAX_UNSTORED = 4096
 _COLUMNS = "response_id, body, input_items, messages, is_background, keeps_events, owner, used_s"
 
 
@@ -77,9 +79,29 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._clock = clock
+        self._unstored: OrderedDict[tuple[bytes, str], str] = OrderedDict()
+        """Why `put` has not stored the latest of these responses."""
 
-    async def put(self, tenant: bytes, response: StoredResponse) -> None:
-        """Keep a response that has ended, unless it is larger than the store."""
+    async def put(self, tenant: bytes, response: StoredResponse) -> str | None:
+        """Keep a response that has ended. If that is impossible, return the reason."""
+        reason = None
+        try:
+            await self._put(tenant, response)
+        except StoreFailedError as error:
+            reason = error.reason
+        if 0 < self._max_bytes < response.num_bytes:
+            reason = f"its size of {response.num_bytes} bytes exceeds --response-store"
+        if reason is not None:
+            self._unstored[tenant, response.response_id] = reason
+            if len(self._unstored) > _MAX_UNSTORED:
+                self._unstored.popitem(last=False)
+        return reason
+
+    def why_unstored(self, tenant: bytes, response_id: str) -> str | None:
+        """Return why this worker has not stored the response, if it knows."""
+        return self._unstored.get((tenant, response_id))
+
+    async def _put(self, tenant: bytes, response: StoredResponse) -> None:
 
         def write(connection: sqlite3.Connection) -> None:
             _delete(connection, tenant, response.response_id)

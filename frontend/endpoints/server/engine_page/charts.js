@@ -40,6 +40,11 @@ function percent(part, whole) {
   return whole ? `${part} of ${whole} (${((100 * part) / whole).toFixed(1)} %)` : "none yet";
 }
 
+// The load of a server whose requests a viewer does not see one by one.
+export function describeSums({ sums, counters }) {
+  return `${sums.running} requests run, ${sums.waiting} wait · ${sums.pages} of ${counters.pages_total ?? 0} pages held · ${sums.tokens_per_s} tokens per second`;
+}
+
 export function drawFigures(table, { counters }, lost) {
   if (counters.steps === undefined) return;
   const rows = [

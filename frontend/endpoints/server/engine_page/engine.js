@@ -1,6 +1,6 @@
 // The engine view: receives the stream, and shows it live, paused, or scrolled back.
 import { setKey } from "/page/api.js";
-import { drawFigures, drawHistogram } from "/engine/charts.js";
+import { describeSums, drawFigures, drawHistogram } from "/engine/charts.js";
 import { follow } from "/engine/feed.js";
 import { drawLife } from "/engine/life.js";
 import { drawPages } from "/engine/pages.js";
@@ -49,11 +49,17 @@ function draw() {
   const nowS = endS ?? state.time_s;
   const events = endS === null ? record.events : record.events.filter((event) => event.timeS <= endS);
   at("model").textContent = state.model;
-  drawSteps(at("steps"), at("steps-legend"), steps, state.max_batch_tokens, chosen);
+  at("sums-section").hidden = !state.sums;
+  for (const section of document.querySelectorAll("[data-of-all]")) section.hidden = Boolean(state.sums);
+  if (state.sums) {
+    at("sums").textContent = describeSums(state);
+  } else {
+    drawSteps(at("steps"), at("steps-legend"), steps, state.max_batch_tokens, chosen);
+    drawHistogram(at("ttft"), at("ttft-figures"), state.histograms.ttft);
+    drawHistogram(at("itl"), at("itl-figures"), state.histograms.itl);
+    drawFigures(at("figures"), state, record.lost);
+  }
   drawPages(at("pages"), at("pages-legend"), state, record.own);
-  drawHistogram(at("ttft"), at("ttft-figures"), state.histograms.ttft);
-  drawHistogram(at("itl"), at("itl-figures"), state.histograms.itl);
-  drawFigures(at("figures"), state, record.lost);
   drawRunning(at("running"), state, record, choose);
   drawWaiting(at("waiting"), state, record, choose);
   drawEvents(at("events"), events, nowS, record, at("all-events").checked, choose);

@@ -30,8 +30,8 @@ export function parts(state, own) {
   ];
   const rest = Math.max(0, held - kinds.reduce((sum, [, , count]) => sum + count, 0));
   return [
-    ...kinds, ["budget", "held otherwise", rest], ["idle", "idle, named, found again", idle],
-    ["free", "free", Math.max(0, total - held - idle)],
+    ...kinds, ["budget", state.sums ? "held by others" : "held otherwise", rest], ["idle", "idle, named, found again", idle],
+    ["free", state.sums ? "free or idle" : "free", Math.max(0, total - held - idle)],
   ];
 }
 

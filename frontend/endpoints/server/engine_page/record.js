@@ -39,7 +39,8 @@ export class Record {
     const steps = event.steps.map(named(STEP));
     const events = event.events.map(named(EVENT));
     const last = this.steps.at(-1);
-    if (steps.length && last && steps[0].endedS <= last.endedS) {
+    const isRepeated = event.sums && events.length && events[0].timeS < (this.events.at(-1)?.timeS ?? 0);
+    if (isRepeated || (steps.length && last && steps[0].endedS <= last.endedS)) {
       this.clear(); // a new stream begins with steps that are known
     }
     this.steps.push(...steps);

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from penstock.frontend.access.admission import Admission
-from penstock.frontend.access.api_keys import named_keys, tenant_salt
+from penstock.frontend.access.api_keys import ApiKey, named_keys, tenant_salt
 from penstock.frontend.endpoints.server import engine_feed as feed_module
 from penstock.frontend.endpoints.server.engine_feed import MAX_QUEUED, EngineReader, Viewer
+from penstock.frontend.settings import EngineView
 from penstock.shm.memory.board import BackendBoard
 from tests.backend.recorded import Recorded
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes
 
 PATH = "/engine/events"
-MINE, OTHERS = b"sk-mine", b"sk-others"
+MINE, OTHERS, LEADS, OPERATOR = b"sk-mine", b"sk-others", b"sk-leads", b"sk-operator"
 
 
 @pytest.fixture
@@ -44,9 +45,13 @@ def run_requests(recorded: Recorded, *, first_id: int = 0) -> None:
         recorded.bench.turn()
 
 
-def connect(backend: FakeBackend, key: bytes | None = None, **headers: str) -> ClientConnection:
+def connect(
+    backend: FakeBackend, key: bytes | None = None, *, view: EngineView | None = None, **headers: str
+) -> ClientConnection:
     """A connection that has asked for the stream, of a server with keys if one is given."""
-    connection = ClientConnection(make_app(backend, api_keys=() if key is None else (MINE.decode(), OTHERS.decode())))
+    keys = [] if key is None else [*named_keys((MINE.decode(), OTHERS.decode())), ApiKey(LEADS, "boss", is_admin=True)]
+    admission = Admission(keys, admin_key=OPERATOR.decode() if keys else None, engine_view=view)
+    connection = ClientConnection(make_app(backend, admission=admission))
     given = [] if key is None else [("authorization", f"Bearer {key.decode()}")]
     sent = [(name.replace("_", "-"), value) for name, value in headers.items()]
     connection.send(request_bytes("GET", PATH, headers=[*given, *sent]))
@@ -62,10 +67,56 @@ async def events(connection: ClientConnection, count: int = 2) -> list[dict[str,
     return [json.loads(line[6:]) for line in lines]
 
 
-async def test_tenants_see_their_own_names_and_all_numbers(recorded: Recorded, backend: FakeBackend) -> None:
+async def test_tenant_sees_its_own_requests_and_sums_of_the_others(recorded: Recorded, backend: FakeBackend) -> None:
     run_requests(recorded)
+    board = backend.backend_counters
+    assert board is not None
+    backend.backend_counters = board | {"pages_total": 640, "running": 4, "waiting": 2, "pages_used": 231}
     for key in (MINE, OTHERS):
         connection = connect(backend, key)
+        engine, own = (await events(connection))[:2]
+        keys = {number for number, _ in own["requests"]}
+        wanted = {f"1.{number}" for number in range(6) if (number % 2 == 1) == (key == MINE)}
+        assert {name for _, name in own["requests"]} == wanted
+        assert {request for sequence in engine["sequences"] for request in sequence[-1]} <= keys
+        assert {request[0] for request in engine["waiting"]} | {event[2] for event in engine["events"]} <= keys
+        assert (
+            len(engine["sequences"]) + len(engine["waiting"]) == engine["num_waiting"] + len(engine["sequences"]) == 3
+        )
+        assert {event[1] for event in engine["events"]} >= {"arrived", "started"}
+        assert {one[1] for one in engine["sequences"] + engine["waiting"]} == {own["tenant"]} == {0}
+        assert (engine["steps"], engine["histograms"], engine["counters"]) == (
+            [],
+            {},
+            {"pages_total": 640, "pages_used": 240},
+        )
+        assert engine["sums"].pop("tokens_per_s") >= 0
+        assert engine["sums"] == {"running": 4, "waiting": 2, "pages": 240}  # rounded up to tens
+        assert tenant_salt(MINE).hex().encode() not in bytes(connection.transport.output)
+        await connection.end()
+
+
+@pytest.mark.parametrize(
+    ("key", "view", "sees_all"),
+    [(MINE, "all", True), (MINE, "own", False), (LEADS, None, True), (OPERATOR, "own", True), (None, "own", False)],
+)
+async def test_operator_sees_all_requests_and_the_option_decides_for_others(
+    recorded: Recorded, backend: FakeBackend, key: bytes | None, view: EngineView | None, sees_all: bool
+) -> None:
+    run_requests(recorded)
+    connection = connect(backend, key, view=view)
+    engine = (await events(connection))[0]
+    assert (engine["sums"] is None, bool(engine["steps"])) == (sees_all, sees_all)
+    assert len(engine["sequences"]) + len(engine["waiting"]) == (6 if sees_all else 0 if key is None else 3)
+    await connection.end()
+
+
+async def test_viewers_of_everything_see_all_numbers_and_their_own_names(
+    recorded: Recorded, backend: FakeBackend
+) -> None:
+    run_requests(recorded)
+    for key in (MINE, OTHERS):
+        connection = connect(backend, key, view="all")
         engine, own = (await events(connection))[:2]
         assert (engine["type"], own["type"], engine["problem"]) == ("engine", "own", None)
         assert [step[0] for step in engine["steps"]] == list(range(len(engine["steps"])))

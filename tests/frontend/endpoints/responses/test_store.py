@@ -136,7 +136,7 @@ TestStore.settings = settings(max_examples=50, stateful_step_count=25)
 def test_response_larger_than_the_store_is_not_kept_and_evicts_nothing() -> None:
     store = store_in(max_bytes=2000)
     done(store.put(b"", response("small", 10)))
-    done(store.put(b"", response("large", 5000)))
+    assert "exceeds --response-store" in (done(store.put(b"", response("large", 5000))) or "")
     assert done(store.get(b"", "large")) is None
     assert done(store.get(b"", "small")) is not None
 
@@ -234,9 +234,11 @@ def test_full_disk_is_a_503_and_loses_nothing_else(tmp_path: Path) -> None:
         database = Database(tmp_path / "db", max_file_bytes=1 << 20)
         store = ResponseStore(database, max_bytes=1 << 30, max_responses=100, max_idle_s=MAX_IDLE_S)
         await store.put(b"", response("small"))
-        with pytest.raises(ApiError) as refusal:
-            await store.put(b"", response("large", 2 << 20))
+        with pytest.raises(ApiError, match="the disk is full; retry later") as refusal:
+            await store.begin(b"", response("large", 2 << 20))
         assert refusal.value.kind.status == 503
+        assert await store.put(b"", response("large", 2 << 20)) == "the disk is full"
+        assert store.why_unstored(b"", "large") == "the disk is full"
         assert await store.get(b"", "small") is not None
         await store.put(b"", response("next"))
         store.close()
@@ -290,14 +292,11 @@ def test_locked_file_delays_all_requests_together_as_long_as_one(
         store._database._connection.set_trace_callback(trace)
         other = sqlite3.connect(tmp_path / "db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        outcomes = await asyncio.gather(
-            *(store.put(b"", response(f"new_{number}")) for number in range(50)), return_exceptions=True
-        )
-        assert [type(outcome) for outcome in outcomes] == [ApiError] * 50
+        outcomes = await asyncio.gather(*(store.put(b"", response(f"new_{number}")) for number in range(50)))
+        assert outcomes == ["another process used the store's file for too long"] * 50
         assert 0 < told_ms[0] <= 50
         assert told_ms[1:] == [0] * 49
-        with pytest.raises(ApiError):  # a request that comes later
-            await store.put(b"", response("later"))
+        assert await store.put(b"", response("later")) == outcomes[0]  # a request that comes later
         assert told_ms[50:] == [0]
         assert await store.get(b"", "kept") is not None, "a writer does not keep others from reading"
         other.close()

@@ -1,0 +1,224 @@
+"""Pages that a backend leaves to its successor while both run: the successor computes only what is missing.
+
+The supervisor gives both a memfd without memory. When the successor is ready, the old backend copies the full pages of
+its running sequences there, some with each step, and then each page that fills. The successor finds them at once. When
+the old backend has ended, it frees the memory; later it leaves pages in the same way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import struct
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.backend.checkpoint.fingerprint import packing_fingerprint
+from penstock.backend.checksum import block_sum
+from penstock.backend.forward_pass.extensions import IPersistsPages
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.page_hash import use_secret
+from penstock.backend.kv_cache.page_store import ROW_BYTES, PageRows, PersistedPage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import IBatchedForwardPass
+    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
+
+logger = logging.getLogger("penstock.backend")
+
+_MAGIC = b"PNSTKH01"
+_HEADER = struct.Struct("<8s32s32sQQ")  # magic, key, secret, bytes of a page, places
+_HEADER_BYTES = 4096
+_ALIGNMENT = 64
+_SAVES_PER_STEP = 16
+"""A page of 400 KB takes about 0.2 ms, which the step's streams wait for."""
+_LOOKS_EVERY_S = 1.0
+
+
+class HandOverMemory:
+    """The memory of one server's backend and its successors. One of them writes: the one that holds the lock."""
+
+    def __init__(self, fd: int, key: bytes, page_bytes: int, num_pages: int) -> None:
+        """The fd stays the caller's. follows becomes true if another backend with the same key uses it now; if one
+        with another key does, is_usable is false. num_pages are those that this backend may leave."""
+        self._shared_fd = fd
+        # Another description of the file, for its lock: one of the process would end when any of its fds is closed.
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._key = key
+        self.page_bytes = page_bytes
+        self._place_bytes = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._num_pages = num_pages
+        self._sums: dict[int, int] = {}
+        self.num_places = 0
+        self.found: Sequence[PersistedPage] = ()
+        self.secret = secrets.token_bytes(len(key))
+        """For the hashes of pages, which must be the same in both backends."""
+        self.follows = self.is_usable = False
+        if self.takes_over():
+            self.begin()
+            self.is_usable = True
+            return
+        header = os.pread(self._fd, _HEADER.size, 0)
+        if len(header) == _HEADER.size:
+            magic, known, secret, known_bytes, num_places = _HEADER.unpack(header)
+            if (magic, known, known_bytes) == (_MAGIC, key, page_bytes):
+                self.secret, self.follows, self.is_usable = secret, True, True
+                self._map(num_places)
+
+    def takes_over(self) -> bool:
+        """Whether no other process uses the memory; then this one does."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def begin(self) -> None:
+        """Begin to be the writer, without pages. No page of this memory is in use."""
+        self.follows = False
+        self._sums.clear()
+        os.ftruncate(self._fd, 0)  # frees it
+        self._map(self._num_pages)
+        _HEADER.pack_into(self._mapping, 0, _MAGIC, self._key, self.secret, self.page_bytes, self.num_places)
+
+    def _map(self, num_places: int) -> None:
+        """Map that many places. Memory is allocated when they are written."""
+        rows_end = -(-(_HEADER_BYTES + num_places * ROW_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = rows_end + num_places * self._place_bytes
+        if not self.follows:
+            os.ftruncate(self._fd, num_bytes)
+        self._mapping = mmap.mmap(self._shared_fd, num_bytes)
+        self._rows = PageRows(self._mapping, _HEADER_BYTES, num_places)
+        memory = np.frombuffer(self._mapping, np.uint8, num_places * self._place_bytes, rows_end)
+        self._places = memory.reshape(num_places, self._place_bytes)
+        self.num_places = num_places
+
+    def follow(self, place: int) -> PersistedPage | None:
+        """Return what the other backend has left at this place; None if it is nothing yet."""
+        if place >= self.num_places or (row := self._rows.row(place)) is None:
+            return None
+        _, page, self._sums[place] = row
+        return page
+
+    def place(self, index: int) -> NDArray[np.uint8]:
+        """The memory of a place, [page bytes]."""
+        return self._places[index, : self.page_bytes]
+
+    def note_written(self, index: int) -> None:
+        """Note that the content of the place is complete. May be called on another thread than the other methods."""
+        self._sums[index] = block_sum(self._places[index])
+
+    def publish(self, page: PersistedPage) -> None:
+        """Let the successor find the content, for which `note_written` has returned."""
+        self._rows.write(page, self._sums[page.place])
+
+    def withdraw(self, index: int) -> None:
+        if not self.follows:
+            self._rows.clear(index)
+
+    def is_intact(self, index: int) -> bool:
+        return block_sum(self._places[index]) == self._sums[index]
+
+
+class HandOver(HostOffload):
+    """Finds the pages of the backend before this one, and leaves pages to the next one."""
+
+    def __init__(self, memory: HandOverMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(0)
+        self._store = self._memory = memory
+        self._clock = clock
+        self._num_host_pages = 0
+        self._num_followed = 0
+        self._num_steps_in_flight = -1
+        """Steps that may still read pages of a backend that has ended; -1 while it lives."""
+        self._look_s = 0.0
+        self._is_leaving = False
+        self._to_leave: dict[bytes, None] = {}
+        self._find: Callable[[bytes], tuple[int, bytes] | None] = lambda _: None
+
+    @property
+    def saves_all(self) -> bool:
+        return self._is_leaving
+
+    def contains(self, page_hash: bytes) -> bool:
+        if self._memory.follows and self._num_steps_in_flight < 0:
+            while (page := self._memory.follow(self._num_followed)) is not None:
+                self._num_followed += 1
+                self._num_host_pages += 1
+                self._add_found(page)
+        return super().contains(page_hash)
+
+    def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
+        if self._is_leaving:
+            super().save(page, page_hash, salt)
+
+    def leave(self, page_hashes: Iterable[bytes], find: Callable[[bytes], tuple[int, bytes] | None]) -> None:
+        """Begin to leave pages: first these, then each that fills. find returns a page and its salt by its hash."""
+        if self._memory.follows or self._is_leaving:
+            return
+        hashes, memory = dict.fromkeys(page_hashes), host_memory()
+        if 2 * len(hashes) * self._memory.page_bytes > memory.free_bytes:
+            logger.info("no pages are left to the next backend: there is no memory for them")
+            return
+        self._to_leave = hashes
+        self._memory.begin()
+        self._is_leaving, self._find = True, find
+        self._num_host_pages = self._memory.num_places
+        self._free = list(range(self._num_host_pages - 1, -1, -1))
+
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        for page_hash in list(self._to_leave)[:_SAVES_PER_STEP]:
+            del self._to_leave[page_hash]
+            if (found := self._find(page_hash)) is not None:
+                self.save(found[0], page_hash, found[1])
+        return super().take_saves()
+
+    def note_step_ended(self) -> None:
+        super().note_step_ended()
+        if not self._memory.follows:
+            return
+        now_s = self._clock()
+        if self._num_steps_in_flight < 0 and now_s >= self._look_s:
+            self._look_s = now_s + _LOOKS_EVERY_S
+            if self._memory.takes_over():
+                self._num_steps_in_flight = len(self._copying)
+                for page_hash in list(self._saved):
+                    self._forget(page_hash)
+                self._num_host_pages = 0
+        elif self._num_steps_in_flight > 0:
+            self._num_steps_in_flight -= 1
+        if self._num_steps_in_flight == 0:
+            self._memory.begin()
+            self._num_steps_in_flight = -1
+
+
+def open_hand_over(
+    fd: int | None, forward_pass: IBatchedForwardPass, plan: KvPlan | WholePlan, model_dir: Path, fingerprint: str
+) -> HandOverMemory | None:
+    """Give the pass host pages in the memory of the fd; None if its pages cannot be handed over. Call it before a page
+    is hashed."""
+    spec = forward_pass.spec
+    if fd is None or not isinstance(plan, KvPlan) or not isinstance(forward_pass, IPersistsPages):
+        return None
+    if spec.state_bytes_per_sequence or plan.groups.has_windows or plan.groups.count > 1:
+        return None
+    page_bytes = plan.page_size_tokens * plan.bytes_per_token
+    key = packing_fingerprint(model_dir, (fingerprint, plan.kv_dtype, page_bytes, plan.page_size_tokens))
+    memory = HandOverMemory(fd, bytes.fromhex(key), page_bytes, plan.num_pages)
+    if not memory.is_usable:
+        return None
+    use_secret(memory.secret)
+    forward_pass.persist_pages(memory)
+    return memory
