@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 82_000
-MAX_LABORATORY_LINES = 19_750
+MAX_LABORATORY_LINES = 19_800
 MAX_DOC_WORDS = 75_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
