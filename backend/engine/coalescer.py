@@ -62,7 +62,9 @@ class ShareKey:
                 num_logprobs=sampling.num_logprobs,
                 logprob_token_ids=sampling.logprob_token_ids,
             )
-        forbids_stop = constraints is not None and (constraints.min_tokens or constraints.grammar_after)
+        forbids_stop = constraints is not None and (
+            constraints.min_tokens or constraints.grammar_after or constraints.grammar
+        )
         excluded_stop_ids = tuple(sorted(stop_ids)) if forbids_stop else ()
         return cls(salt, prompt, sampling, constraints, excluded_stop_ids)
 

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar, compile_grammar, load_tokenizer
+from penstock.backend.structured_output.compile_grammar import compile_or_relax, load_tokenizer
 from penstock.backend.structured_output.compile_messages import (
     ChannelClosed,
     CompileReport,
@@ -24,7 +24,7 @@ from penstock.backend.structured_output.compile_messages import (
     receive,
     send,
 )
-from penstock.backend.structured_output.grammar_costs import error_of, one_line
+from penstock.backend.structured_output.grammar_costs import BadGrammar, error_of, one_line
 from penstock.process.children import stop_with_parent
 from penstock.shm.messages import Grammar
 
@@ -77,14 +77,15 @@ def _limit(kind: int, soft: int) -> None:
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> CompileReport:
     before = _allocated_bytes()
     try:
-        matcher = compile_grammar(tokenizer, grammar)
+        matcher, compiled = compile_or_relax(tokenizer, grammar)
     except BadGrammar as error:
         return CompileReport(str(error))
     matcher.compute_bitmask()
     if matcher.is_error():
         return CompileReport(error_of(matcher))
     after = _allocated_bytes()
-    return CompileReport("", max(0, after - before) if before is not None and after is not None else 0)
+    num_bytes = max(0, after - before) if before is not None and after is not None else 0
+    return CompileReport("", num_bytes, "" if compiled is grammar else compiled.text)
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.backend.structured_output.grammar_costs import Growth, Pace, error_of, one_line
+from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of
+from penstock.backend.structured_output.lark_source import lark_of, relaxed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,15 +28,9 @@ _LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=True,  # they tell the lexer's work: see `Growth`; `error_of` cuts the client's schema off
 )
-_WHITESPACE = r" ?|\n {0,24}"
-"""Whitespace allowed between the parts of a JSON text: models write one line or indent. Bounded, so it always ends."""
 _SLICES = ["[a-z]+", *LLTokenizer.general_slices()]
 """Groups of tokens that are masked at once when all of them are allowed; a token belongs to the first that matches it.
 Other tokens are checked one by one: about 1 ms for 100,000. "[a-z]+" is for names and for text that is not JSON."""
-
-
-class BadGrammar(Exception):
-    """The grammar does not compile within the limits. The text explains why, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +57,28 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     Some grammars take exponential time and memory: no limit of llguidance ends its check whether an intersection of
     expressions is empty. Raises BadGrammar.
     """
-    try:
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=_LIMITS)
-    except ValueError as error:  # the schema is not a JSON object
-        raise BadGrammar(one_line(str(error))) from None
+    matcher = LLMatcher(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise BadGrammar(error_of(matcher))
     return matcher
 
 
-def _source(grammar: Grammar) -> str:
-    match grammar.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE})
-        case "regex":
-            return LLMatcher.grammar_from_regex(grammar.text)
-        case "lark":
-            return LLMatcher.grammar_from_lark(grammar.text)
+def compile_or_relax(tokenizer: LLTokenizer, grammar: Grammar) -> tuple[LLMatcher, Grammar]:
+    """Compile the grammar, or else what is left of it without the keywords of lenient schemas that do not compile.
+
+    Raises BadGrammar.
+    """
+
+    def reason_of(part: Grammar) -> str:
+        try:
+            compile_grammar(tokenizer, part)
+        except BadGrammar as error:
+            return str(error)
+        return ""
+
+    try:
+        return compile_grammar(tokenizer, grammar), grammar
+    except BadGrammar:
+        if (left := relaxed(grammar, reason_of)) is None:
+            raise
+    return compile_grammar(tokenizer, left), left

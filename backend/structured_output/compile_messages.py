@@ -45,6 +45,8 @@ class CompileReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     error: _Error = ""
     num_bytes: _U63 = 0
     """Memory of the compiled grammar; 0 if it could not be measured."""
+    relaxed: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS + 128)] = ""
+    """Lark of what the child compiled instead: some keywords of lenient schemas did not compile."""
 
 
 class ChannelClosed(Exception):

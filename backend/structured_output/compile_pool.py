@@ -21,13 +21,12 @@ from penstock.backend.structured_output.compiler_process import (
     CompilerProcess,
     TokenizerUnusable,
 )
+from penstock.shm.messages import Grammar
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from llguidance import LLTokenizer
-
-    from penstock.shm.messages import Grammar
 
 logger = logging.getLogger("penstock.backend")
 
@@ -172,7 +171,7 @@ class CompilePool:
                 logger.warning("a grammar compiler %s; its grammar is tried again", error)
                 continue
             tokenizer = self._load_tokenizer()
-            matcher = compile_grammar(tokenizer, grammar)
+            matcher = compile_grammar(tokenizer, Grammar("lark", report.relaxed) if report.relaxed else grammar)
             compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes)
             compiled.matcher.compute_bitmask()  # fills the lexer's cache, which all copies share
             began_ns = time.thread_time_ns()

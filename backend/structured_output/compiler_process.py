@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_messages import (
     ChannelClosed,
     CompileReport,
@@ -20,6 +19,7 @@ from penstock.backend.structured_output.compile_messages import (
     receive,
     send,
 )
+from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:

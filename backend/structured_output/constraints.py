@@ -77,7 +77,8 @@ class SequenceConstraints:
         backlog: Sequence[int] = (),
         tenant: bytes = b"",
     ) -> None:
-        """grammar is this sequence's own copy, at its beginning. stop_ids are masked until min_tokens.
+        """grammar is this sequence's own copy, at its beginning. stop_ids are masked until min_tokens, and until the
+        grammar may end.
 
         The backlog are tokens that another backend generated before; they are consumed before the first mask. Late
         masks take the tenant's turns, and the tenant pays for the grammar's growth.
@@ -160,7 +161,7 @@ class SequenceConstraints:
     def fill_mask(self, mask: TokenBits) -> None:
         """Write the next token's mask. At least one bit is set. Raises ConstraintFailed.
 
-        min_tokens and bad_words are ignored where they would leave no token; the other constraints are not.
+        Stop tokens are allowed, and min_tokens and bad_words ignored, where no other token is left.
         """
         if self._failure:
             raise ConstraintFailed(self._failure)
@@ -173,11 +174,15 @@ class SequenceConstraints:
             mask &= self._grammar_mask(self._matcher, mask)
             if not mask.any():
                 raise ConstraintFailed("the grammar and the token lists together allow no token")
-        # While reasoning comes first, a stop token would end the answer before its grammar begins.
-        may_stop = len(self._tokens) >= self._requested.min_tokens and self._grammar_start is not None
-        if not may_stop and (mask & self._all_but_stops).any():
+        if not self._may_stop() and (mask & self._all_but_stops).any():
             mask &= self._all_but_stops
         self._drop_bad_words(mask)
+
+    def _may_stop(self) -> bool:
+        """Whether a stop token may be sampled. During reasoning it would end the answer before its grammar begins."""
+        if len(self._tokens) < self._requested.min_tokens or self._grammar_start is None:
+            return False
+        return self._matcher is None or self._matcher.is_accepting()
 
     def _grammar_mask(self, matcher: LLMatcher, like: TokenBits) -> TokenBits:
         """The tokens that the grammar allows next."""

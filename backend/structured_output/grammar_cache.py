@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
-from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
+from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemory, GrammarMemoryFull
 from penstock.process.admission import is_over_share
 
 if TYPE_CHECKING:

@@ -37,8 +37,15 @@ _MAX_TOTAL_BYTES = 1 << 30
 _MAX_PARSER_BYTES = 64 << 20
 """Memory that one stream's parser may take. A copy measures it and holds the GIL: 4 ms at this limit."""
 _LEXER_COST = re.compile(r'"lexer_cost": (\d+)')
+_QUOTED_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
+"""Lines of the grammar, most of which the client did not write."""
+_SCHEMA_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _TOO_MANY_TOKENS = 1 << 30
 MAX_ERROR_CHARACTERS = 300
+
+
+class BadGrammar(Exception):
+    """The grammar does not compile within the limits. The text explains why, in one line."""
 
 
 class Pace:
@@ -237,7 +244,8 @@ def _measure(matcher: LLMatcher) -> _Measured:
 
 def error_of(matcher: LLMatcher) -> str:
     """Why the matcher has failed, in one line without its grammar."""
-    return one_line(matcher.get_error().partition("\n<state>")[0])
+    reason = matcher.get_error().partition("\n<state>")[0]
+    return one_line(_SCHEMA_PLACE.sub("", _QUOTED_LINES.sub("", reason)))
 
 
 def one_line(message: str) -> str:

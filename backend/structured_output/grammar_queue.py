@@ -6,10 +6,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_cache import MAX_PENDING, TooManyGrammars
-from penstock.backend.structured_output.grammar_costs import GrammarMemoryFull
+from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemoryFull
 from penstock.process.admission import DrainRate, is_over_share
 from penstock.shm.messages import Failure, FailureCode
 

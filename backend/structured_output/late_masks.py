@@ -1,4 +1,4 @@
-"""Slow masks: a separate thread fills them, while their rows sit out of the steps.
+"""The masks of a step, and slow masks: a separate thread fills those, while their rows sit out of the steps.
 
 A grammar may be ambiguous, so that a mask takes up to 0.3 s; and a resumed stream comes with tokens that its grammar
 has not consumed. Neither may delay the rows of others. Sampled tokens do not depend on it: a late mask is the same
@@ -12,10 +12,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.backend.forward_pass import TokenMasks
 from penstock.backend.structured_output.constraints import ConstraintFailed, LateMask
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLExecutor, LLMatcher
 
-    from penstock.backend.structured_output.constraints import SequenceConstraints
+    from penstock.backend.structured_output.constraints import SequenceConstraints, TokenBits
 
 logger = logging.getLogger("penstock.backend")
 
@@ -151,3 +152,52 @@ class MaskTurns:
         if masks:
             self._waiting[tenant] = masks
         return late
+
+
+class StepMasks(NamedTuple):
+    """The masks of a step. Rows are indices into the step's logit rows."""
+
+    masks: TokenMasks | None
+    faults: dict[int, str]
+    """Row → why its constraints failed. It has no mask."""
+    late: frozenset[int]
+    """Rows whose mask is not ready. They have no mask, and their sampled token does not count."""
+
+
+def fill_masks(
+    rows: list[tuple[int, int, SequenceConstraints]], vocab_size: int, late_masks: LateMasks | None = None
+) -> StepMasks:
+    """rows are (index into the step's logit rows, tokens generated so far, constraints), ascending.
+
+    Without late_masks all masks are filled here, however long they take.
+    """
+    bits = np.empty((len(rows), -(-vocab_size // 32)), np.uint32)
+    filled: list[int] = []
+    faults: dict[int, str] = {}
+    late: list[int] = []
+    for row, num_generated, constraints in rows:
+        if late_masks is not None and not late_masks.is_ready(constraints, num_generated):
+            late.append(row)
+            continue
+        try:
+            _fill(bits[len(filled)], num_generated, constraints)
+        except ConstraintFailed as error:
+            faults[row] = str(error)
+        else:
+            filled.append(row)
+    masks = TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
+    return StepMasks(masks, faults, frozenset(late))
+
+
+def _fill(mask: TokenBits, num_generated: int, constraints: SequenceConstraints) -> None:
+    """Raises ConstraintFailed."""
+    late, constraints.late = constraints.late, None
+    if late is None:
+        for token_id in constraints.take_backlog():
+            constraints.advance(token_id)
+        constraints.rewind(num_generated)
+        constraints.fill_mask(mask)
+    elif late.mask is not None:
+        mask[:] = late.mask
+    else:
+        raise ConstraintFailed(late.failure)

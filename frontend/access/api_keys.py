@@ -166,8 +166,8 @@ class Keyring:
         return blake2b(secret, key=self._digest_key).digest()
 
     def check(self, exchange: Exchange) -> ApiKey | None:
-        """Return the key of the request, from `Authorization: Bearer KEY` or `x-api-key: KEY`; None when no key is
-        needed. Raises ApiError."""
+        """Return the key of the request, from `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`;
+        None when no key is needed. Raises ApiError."""
         if not self._by_digest:
             return None
         key = self.find(exchange)
@@ -181,7 +181,8 @@ class Keyring:
 
     def find(self, exchange: Exchange) -> ApiKey | None:
         """Return the key that the request has, if it is one of these."""
-        given = exchange.header(b"x-api-key")  # Anthropic's clients send it so
+        # Clients of Anthropic and of Azure have headers of their own.
+        given = exchange.header(b"x-api-key") or exchange.header(b"api-key")
         if given is None:
             scheme, _, given = (exchange.header(b"authorization") or b"").partition(b" ")
             given = given if scheme.lower() == b"bearer" else b""

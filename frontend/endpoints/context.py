@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import math
 import time
@@ -106,7 +107,7 @@ class EndpointContext:
         """Return the body of a request that needs no model. Raises ApiError, ClientGoneError."""
         _check_content_type(exchange)
         self.admission.admit(exchange)
-        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        data = await self._read_body(exchange)
         await check_structure(data)
         return decode(data)
 
@@ -115,10 +116,15 @@ class EndpointContext:
         ClientGoneError."""
         self._check_capacity(exchange)
         _check_content_type(exchange)
-        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        data = await self._read_body(exchange)
         await check_structure(data)
         exchange.unread_body = data
         return data
+
+    async def _read_body(self, exchange: Exchange) -> bytes:
+        """Return the body without a byte order mark."""
+        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        return data.removeprefix(codecs.BOM_UTF8)
 
     async def _receive_data(self, exchange: Exchange) -> bytes:
         """Admit the request, then read its body. Raises ApiError, ClientGoneError."""
@@ -130,7 +136,7 @@ class EndpointContext:
         self._check_capacity(exchange)
         _check_content_type(exchange)
         self.admission.admit(exchange)
-        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        data = await self._read_body(exchange)
         self._check_open_requests(exchange)
         self.exchanges.take_place(exchange)
         await check_structure(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.shm.messages import FailureCode, Finish
 if TYPE_CHECKING:
     from penstock.shm.client import PooledFailed, TokenStream
 
+_SCHEMA_RULE = re.compile(r"(answer|tool_(?P<tool>\d+)_\w+): ")
 _SHOWN_CHARACTERS = 200
 """Characters of the grammar compiler's message that the error shows."""
 
@@ -51,10 +53,7 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             message = f"a token id is outside the vocabulary of {batch.failure_limit}"
             return ApiError(ErrorKind.INVALID_VALUE, message)
         case FailureCode.BAD_GRAMMAR:
-            reason = msgspec.json.encode(batch.failure_text[:_SHOWN_CHARACTERS]).decode()
-            field = "" if grammar_field is None else f"{grammar_field}: "
-            message = f"{field}the grammar cannot be used: {reason}"
-            return ApiError(ErrorKind.INVALID_VALUE, message, param=grammar_field)
+            return _bad_grammar(batch.failure_text, grammar_field)
         case FailureCode.NOT_SCORED:
             message = "prompt_logprobs, and echo with logprobs: this model's forward pass does not score prompts"
             return ApiError(ErrorKind.INVALID_VALUE, message)
@@ -74,6 +73,16 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return backend_unavailable(retry_after_s)
         case _:
             return ApiError(ErrorKind.INTERNAL, "an internal error ended the answer")
+
+
+def _bad_grammar(text: str, field: str | None) -> ApiError:
+    """Return the error of a grammar that does not compile. text begins with the rule of a schema that is at fault."""
+    if (rule := _SCHEMA_RULE.match(text)) is not None:
+        field = field if rule["tool"] is None else f"tools[{rule['tool']}].function.parameters"
+        text = text[rule.end() :]
+    reason = msgspec.json.encode(text[:_SHOWN_CHARACTERS]).decode()
+    message = f"{'' if field is None else f'{field}: '}the grammar cannot be used: {reason}"
+    return ApiError(ErrorKind.INVALID_VALUE, message, param=field)
 
 
 def too_late(stream: TokenStream, retry_after_s: int) -> ApiError:

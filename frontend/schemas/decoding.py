@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import gc
+import re
 from functools import cache
 from typing import TypeAlias, TypeVar
 
@@ -26,6 +27,8 @@ MAX_OBJECTS = 1 << 16
 MAX_STRINGS = 1 << 16
 """Strings of a body, including names of fields."""
 _SLICE_BYTES = 64 << 10
+_LONE_SURROGATE = re.compile(rb"(?<!\\)(\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u)")
+"""Near the body's end the decoder says that the body was truncated."""
 
 
 async def check_structure(data: bytes) -> None:
@@ -129,7 +132,8 @@ def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:
     except msgspec.ValidationError as error:
         raise _explain(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
-        raise ApiError(ErrorKind.INVALID_JSON, f"the body is not JSON: {error}") from None
+        reason = "a string has half of a surrogate pair" if _LONE_SURROGATE.search(data) else error
+        raise ApiError(ErrorKind.INVALID_JSON, f"the body is not JSON: {reason}") from None
     except UnicodeDecodeError:
         raise ApiError(ErrorKind.INVALID_JSON, "the body is not valid UTF-8") from None
     except RecursionError:

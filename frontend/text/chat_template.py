@@ -40,8 +40,9 @@ _RENDERING_ERRORS = (
 """Errors of a compiled template that expects other messages."""
 
 
-_END_MARK = secrets.token_hex(16)
-"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message."""
+_END_MARK = f"{secrets.token_hex(16)} "
+"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message. A
+template that trims messages removes the blank."""
 
 
 _NUMBERED_CALL = "<|tool_call_argument_begin|>"
@@ -130,7 +131,7 @@ class ChatTemplate:
             raise TemplateRefusedError(str(error.message)) from None
         except _RENDERING_ERRORS as error:
             raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
-        return _cut(text) if body.continue_final_message else text
+        return _cut(text, str(body.messages[-1].content)) if body.continue_final_message else text
 
     def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:
         messages = [self._as_dict(message, text_arguments=text_arguments) for message in body.messages]
@@ -138,7 +139,7 @@ class ChatTemplate:
         if self._numbers_calls:
             _number_calls(messages)
         if body.continue_final_message:
-            messages[-1]["content"] = messages[-1]["content"].rstrip() + _END_MARK
+            messages[-1]["content"] += _END_MARK
         return messages
 
     def _as_dict(self, message: ChatMessage, *, text_arguments: bool) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class ChatTemplate:
         content = message.content
         if isinstance(content, list):
             content = "\n".join(part.text_or_refusal or "" for part in content)
-        elif content is None and message.tool_calls:
+        elif content is None:
             content = ""  # many templates concatenate it
         fields = {
             "role": role,
@@ -217,12 +218,16 @@ def _tool_call(call: MessageToolCall, *, as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _cut(text: str) -> str:
-    """Cut the prompt after the last message, before what the template writes after it."""
-    end = text.rfind(_END_MARK)
+def _cut(text: str, content: str) -> str:
+    """Cut the prompt after the last message, before what the template writes after it.
+
+    White space at the message's end is kept where the template keeps it, as in transformers.
+    """
+    end = text.rfind(_END_MARK.rstrip())
     if end < 0:
         raise TemplateRefusedError("it changes the final message, so the message cannot be continued")
-    return text[:end]
+    is_trimmed = not text.startswith(_END_MARK, end) and content.strip()
+    return text[:end].rstrip() if is_trimmed else text[:end]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:

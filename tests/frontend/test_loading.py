@@ -17,7 +17,7 @@ from penstock.frontend.app import App
 from penstock.frontend.generation.models import served_model as model_module
 from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.settings import ParserNames
-from penstock.shm.messages import Sampling
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, Sampling
 from tests.frontend.access.keys import bearer
 from tests.frontend.harness import (
     END_TOKEN,
@@ -271,10 +271,11 @@ async def test_token_that_closes_turns_in_the_template_ends_answers(
     await connection.end()
     turn_end = TOKENIZER.token_to_id("<|im_end|>")
     usual, endless = (stream.request for stream in backend.streams)
-    assert (usual.stop_token_ids, endless.stop_token_ids) == ((END_TOKEN, turn_end), ())
+    assert (usual.stop_token_ids, endless.stop_token_ids) == ((END_TOKEN, turn_end), (END_TOKEN, turn_end))
     assert usual.constraints is not None
     assert endless.constraints is not None
-    assert (usual.constraints.grammar_ends, endless.constraints.grammar_ends) == ((turn_end,), ())
+    assert (usual.constraints.grammar_ends, endless.constraints.grammar_ends) == ((turn_end,), (turn_end,))
+    assert (usual.constraints.min_tokens, endless.constraints.min_tokens) == (0, MAX_CONTEXT_TOKENS)
     assert model["end_tokens"] == [{"id": END_TOKEN, "text": "<|end|>"}, {"id": turn_end, "text": "<|im_end|>"}]
     assert (model["default_sampling"]["temperature"], model["default_sampling"]["min_p"]) == (0.6, 0.0)
     ends = f"<|end|> ({END_TOKEN}), <|im_end|> ({turn_end})"

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
-from penstock.backend.structured_output.grammar_costs import Pace
+from penstock.backend.structured_output.grammar_costs import BadGrammar, Pace
 from penstock.backend.structured_output.late_masks import LateMasks
 
 if TYPE_CHECKING:

@@ -238,11 +238,15 @@ def is_valid(text: str) -> bool:
     return True
 
 
-CHOICES = ["yes", 'no "thanks"', "back\\slash", "ünï 🐈", "two\nlines", "a\x01b"]
+SNOWFLAKE = 1304857263918450739
+CHOICES = ["yes", 'no "thanks"', "back\\slash", "ünï 🐈", "two\nlines", "a\x01b", "a<|end|>b<|endoftext|>"]
 GUIDED: list[tuple[dict[str, Any], Any]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, is_valid),
     ({"guided_json": SCHEMA}, is_valid),
     ({"guided_json": json.dumps(SCHEMA)}, is_valid),
+    ({"guided_json": {"const": {"a<|end|>": SNOWFLAKE}}}, lambda text: json.loads(text) == {"a<|end|>": SNOWFLAKE}),
+    ({"guided_json": SCHEMA, "ignore_eos": True}, is_valid),
+    ({"guided_json": SCHEMA, "stop_token_ids": [31, 54, 71, 81]}, is_valid),
     ({"structured_outputs": {"json": SCHEMA}}, is_valid),
     ({"guided_regex": r"\d{3}-[A-F]{2}"}, re.compile(r"\d{3}-[A-F]{2}").fullmatch),
     ({"structured_outputs": {"regex": r"(ab){2,4}"}}, re.compile(r"(ab){2,4}").fullmatch),
@@ -296,13 +300,30 @@ BAD_FORMS: list[tuple[dict[str, Any], str]] = [
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"schema": {"type": "object", "minProperties": "x"}},
+                "json_schema": {"schema": {"type": "object", "minProperties": "x"}, "strict": True},
             }
         },
         "response_format",
     ),
     ({"guided_regex": "[0-9]", "allowed_token_ids": [5]}, "guided_regex"),
 ]
+
+
+async def test_odd_tool_is_held_as_far_as_possible_or_refused_by_its_number(http: httpx.AsyncClient) -> None:
+    odd = {"type": "object", "properties": {"a": {"const": 1}, "b": {"not": {}}, "c": {"type": "any"}}}
+    odd |= {"required": ["a"], "additionalProperties": False}
+    functions: list[dict[str, Any]] = [{"name": "good"}, {"name": "odd", "parameters": odd}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    named = {"type": "function", "function": {"name": "odd"}}
+    answer = await whole(http, CHAT, tools=tools, tool_choice=named, max_tokens=400)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["a"] == 1
+    functions[1]["strict"] = True
+    response = await http.post(CHAT, json={**REQUESTS[CHAT], "tools": tools, "tool_choice": "required"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
+    assert 'Unimplemented keys: [\\"not\\"]' in error["message"]
+    assert "json" not in error["message"]
 
 
 async def test_bad_response_format_fails_only_its_own_request(http: httpx.AsyncClient) -> None:

@@ -10,7 +10,7 @@ from penstock.backend.buffers import share_outputs
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.engine.steps.vectors import collect_vectors
 from penstock.backend.forward_pass import NOT_FINITE
-from penstock.backend.structured_output.masks import StepMasks, fill_masks
+from penstock.backend.structured_output.late_masks import StepMasks, fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -58,5 +58,15 @@ def literal(text: str) -> str:
 
 def json_value(schema: Mapping[str, Any]) -> str:
     """Return Lark for a JSON value that the schema accepts."""
-    spaced = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
-    return f"%json {msgspec.json.encode(spaced).decode()}"
+    return f"%json {msgspec.json.encode(_with_option(schema, 'whitespace_pattern', _WHITESPACE)).decode()}"
+
+
+def lenient(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema with the mark by which the backend drops keywords that no grammar can express."""
+    return _with_option(schema, "lenient", True)
+
+
+def _with_option(schema: Mapping[str, Any], name: str, value: object) -> dict[str, Any]:
+    """Add to llguidance's options of a schema. Invalid options are left to the compiler, which refuses them."""
+    options = schema.get("x-guidance", {})
+    return {**schema, "x-guidance": {**options, name: value} if isinstance(options, dict) else options}

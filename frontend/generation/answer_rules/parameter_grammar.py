@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
+from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
 from penstock.frontend.parsing.tool_formats.parameters import TEXT, resolved, types_of
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
 
@@ -34,16 +34,19 @@ class ParameterGrammar:
         self._text = text
         self._middle, self._json_middle = text(layout.middle), text(layout.json_middle or layout.middle)
         self._closing = text(f"{_line_break(layout)}{layout.closing}{layout.gap}")
-        self._values: dict[tuple[bytes, int], str | None] = {}
+        self._prefix = ""
+        self._is_strict = False
+        self._values: dict[tuple[bytes, int, bool], str | None] = {}
         """Rules by schema, and by the root of its references: equal ones share a rule, which keeps the lexer small."""
         self._num_characters = 0
 
-    def arguments(self, schema: Mapping[str, Any]) -> str | None:
-        """Return Lark for the declared parameters in their order.
+    def arguments(self, schema: Mapping[str, Any], prefix: str, *, is_strict: bool) -> str | None:
+        """Return Lark for the declared parameters in their order; new rules have names with the prefix.
 
         None if the format cannot express the schema: some keywords, names or texts have no form in it. A schema that
         declares no parameters allows any.
         """
+        self._prefix, self._is_strict = prefix, is_strict
         rules, values, num_characters = self.rules.copy(), self._values.copy(), self._num_characters
         arguments = self._arguments(schema)
         if arguments is None:  # nothing refers to its rules
@@ -76,10 +79,10 @@ class ParameterGrammar:
     def _value(self, declared: object, root: Mapping[str, Any]) -> str | None:
         """Return the rule of a value and the marks around it; None if the format cannot express the schema."""
         encoded = msgspec.json.encode(declared)
-        key = (encoded, id(root) if b"$ref" in encoded else 0)
+        key = (encoded, id(root) if b"$ref" in encoded else 0, self._is_strict)
         is_too_long = self._num_characters > MAX_GRAMMAR_CHARACTERS
         if key not in self._values and not is_too_long:  # each rule with a reference repeats its whole root
-            name = f"value_{len(self._values)}"
+            name = f"{self._prefix}_value_{len(self._values)}"
             rules = self._value_rules(name, declared, root)
             self._values[key] = None if rules is None else name
             self.rules += rules or ()
@@ -112,7 +115,8 @@ class ParameterGrammar:
         return None
 
     def _json_rules(self, name: str, schema: Mapping[str, Any]) -> list[str]:
-        return [f"{name}: {self._json_middle} {name}_json {self._closing}", f"{name}_json: {json_value(schema)}"]
+        value = json_value(schema if self._is_strict else lenient(schema))
+        return [f"{name}: {self._json_middle} {name}_json {self._closing}", f"{name}_json: {value}"]
 
     def _text_rules(self, name: str, limits: Mapping[str, int]) -> list[str]:
         """Return the rule `name` for a text that cannot contain the closing mark, and the marks around it."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.generation.answer_rules.gbnf import is_gbnf, to_lark
+from penstock.frontend.generation.answer_rules.lark import lenient
 from penstock.frontend.schemas.chat import MAX_SCHEMA_DEPTH, is_shallow
 from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -72,7 +73,8 @@ def _response_format_grammar(body: GenerationBody) -> Grammar | None:
         return _ANY_OBJECT
     if form.json_schema is None or form.json_schema.schema is None:
         invalid("response_format.json_schema.schema", "required where type is json_schema")
-    return _schema_grammar("response_format.json_schema.schema", form.json_schema.schema)
+    schema = form.json_schema.schema if form.json_schema.strict else lenient(form.json_schema.schema)
+    return _schema_grammar("response_format.json_schema.schema", schema)
 
 
 def _structured_outputs_grammars(body: GenerationBody) -> dict[str, Grammar | None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, literal
+from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
 from penstock.frontend.parsing.tool_formats.hermes import Hermes
 from penstock.frontend.schemas.chat import NamedTool
@@ -75,12 +75,15 @@ def call_grammar(
         if answer.kind != "json_schema" or form.trigger is None:
             return with_prefix(answer, answer_prefix)
         start, more = "calls | answer", (_answer_rule(answer),)
-    elif free is not None and any(function.strict for function in functions):
+    elif free is not None and any(function.strict for function in functions.values()):
         start, more = free
     else:
         return None
     enforces_all = body.requires_call or answer is not None
-    schemas = [_schema(function) if enforces_all or function.strict else _ANY_OBJECT for function in functions]
+    schemas = {
+        number: _schema(function) if enforces_all or function.strict else _ANY_OBJECT
+        for number, function in functions.items()
+    }
     rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.single_call else form.max_calls)
     text = "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
     if len(text) > MAX_GRAMMAR_CHARACTERS:
@@ -137,41 +140,46 @@ def _answer_rule(answer: Grammar) -> str:
     return f"answer: {json_value(msgspec.json.decode(answer.text, type=dict[str, Any]))}"
 
 
-def _callable_functions(body: ChatBody) -> list[FunctionDefinition]:
-    functions = [tool.function for tool in body.offered_tools]
-    choice = body.tool_choice
-    if isinstance(choice, NamedTool):
-        return [function for function in functions if function.name == choice.function.name]
-    return functions
+def _callable_functions(body: ChatBody) -> dict[int, FunctionDefinition]:
+    """Return the functions by their place in `tools`."""
+    names = {tool.function.name for tool in body.offered_tools}
+    if isinstance(choice := body.tool_choice, NamedTool):
+        names = {choice.function.name}
+    numbered = enumerate(tool.function for tool in body.tools or ())
+    return {number: function for number, function in numbered if function.name in names}
 
 
 def _call_rules(
-    functions: list[FunctionDefinition],
-    schemas: list[dict[str, Any]],
+    functions: dict[int, FunctionDefinition],
+    schemas: dict[int, dict[str, Any]],
     form: ToolFormat,
     added_tokens: Mapping[str, int],
     max_calls: int,
 ) -> list[str]:
-    """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid."""
+    """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid.
+
+    `failures` finds a tool's number in the names of its rules.
+    """
     text = MarkedText(form.markers, added_tokens)
     repeated = f"({text(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
     before, opening = text.split(form.opening)
     rules = [
         f"calls: {text(before)} marked_calls",
         f"marked_calls: {text(opening)} call {repeated} {text(form.closing)}",
-        "call: " + " | ".join(f"call_{number}" for number in range(len(functions))),
+        "call: " + " | ".join(f"call_{number}" for number in functions),
     ]
     tagged = None if form.parameters is None else ParameterGrammar(form.parameters, text)
-    for number, (function, schema) in enumerate(zip(functions, schemas, strict=True)):
+    for number, function in functions.items():
         before, after = form.around(function.name)
-        arguments = None if tagged is None else tagged.arguments(schema)
+        schema, rule = schemas[number], f"tool_{number}"
+        arguments = None if tagged is None else tagged.arguments(schema, rule, is_strict=bool(function.strict))
         if arguments is None:
             # Formats with parameters also read calls in JSON, which can express every schema.
             before, after = form.around_json(function.name)
-            arguments = json_value(schema)
+            arguments = json_value(schema if function.strict else lenient(schema))
         rules += [
-            f"call_{number}: {text(before)} arguments_{number} {text(after)}",
-            f"arguments_{number}: {arguments}",
+            f"call_{number}: {text(before)} {rule}_arguments {text(after)}",
+            f"{rule}_arguments: {arguments}",
         ]
     return rules + (tagged.rules if tagged is not None else [])
 

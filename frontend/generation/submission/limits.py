@@ -93,11 +93,12 @@ def check_token_id(field: str, token_id: int, card: ModelCard) -> None:
         invalid(field, f"token id {token_id} is outside the vocabulary of {card.vocab_size}")
 
 
-def read_stop_token_ids(body: AnsweredBody, served: ServedModel) -> tuple[int, ...]:
-    """Return the model's end tokens, unless the request ignores them, and the request's own. Raises ApiError."""
+def read_stop_token_ids(body: AnsweredBody, served: ServedModel, *, has_grammar: bool) -> tuple[int, ...]:
+    """Return the model's end tokens, unless the request ignores them, and its own. With a grammar nothing but an end
+    can follow a complete answer. Raises ApiError."""
     for token_id in body.stop_token_ids or ():
         check_token_id("stop_token_ids", token_id, served.card)
-    model_end = () if body.ignore_eos else served.end_token_ids
+    model_end = () if body.ignore_eos and not has_grammar else served.end_token_ids
     token_ids = tuple(dict.fromkeys((*model_end, *(body.stop_token_ids or ()))))
     if len(token_ids) > MAX_STOP_TOKENS:
         message = f"{len(token_ids)} together with the model's own end tokens; the limit is {MAX_STOP_TOKENS}"

@@ -28,7 +28,7 @@ from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.transport.errors import invalid
 from penstock.frontend.transport.exchange import PlannedUse
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, QuoteTerms
-from penstock.shm.messages import Constraints
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, Constraints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,13 +80,14 @@ async def read_constraints(body: GenerationBody, rules: AnswerRules, served: Ser
     """
     for token_id in body.allowed_token_ids or ():
         check_token_id("allowed_token_ids", token_id, served.card)
+    ignores_end = body.ignore_eos and rules.grammar is not None
     constraints = Constraints(
         grammar=rules.grammar,
         grammar_after=rules.grammar_after,
-        grammar_ends=served.turn_end_ids if rules.grammar is not None and not body.ignore_eos else (),
+        grammar_ends=served.turn_end_ids if rules.grammar is not None else (),
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=await _bad_words(body, served),
-        min_tokens=body.min_tokens or 0,
+        min_tokens=MAX_CONTEXT_TOKENS if ignores_end else body.min_tokens or 0,
         thinking_budget_tokens=rules.thinking_budget_tokens,
         thinking_end=rules.thinking_end,
     )
@@ -134,7 +135,7 @@ async def generation_requests(
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens, served.card)
     sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
-    stop_token_ids = read_stop_token_ids(body, served)
+    stop_token_ids = read_stop_token_ids(body, served, has_grammar=rules.grammar is not None)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)
     may_share = is_deterministic(body, served.card)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool, CompilerFailed
 from penstock.backend.structured_output.compiler_process import CompileLimits, CompilerProcess, TokenizerUnusable
 from penstock.backend.structured_output.grammar_cache import GrammarCache
+from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.shm.messages import Grammar
 from tests.backend.structured_output.constrained import DIGITS, EOS, TOKENIZER_JSON, VOCAB_SIZE
 

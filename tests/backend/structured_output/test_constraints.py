@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
+from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
 
@@ -206,7 +207,7 @@ def test_grammar_error_mid_answer_is_one_short_line() -> None:
     ("grammar", "reason"),
     [
         (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
-        (Grammar("json_schema", "[1"), "EOF"),
+        (Grammar("json_schema", "[1"), "not a JSON object"),
         (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 1}'), "minLength"),
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("lark", "start: foo"), "foo"),
@@ -310,6 +311,22 @@ def test_growth_counts_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled[grammars[11]].growth.num_bytes = 9 << 20
     assert compiler.find_compiled(grammars[11]) is None
     assert compiler.find_compiled(grammars[10]) is not None
+
+
+def test_stop_tokens_are_masked_until_the_grammar_may_end_unless_no_other_is_left(compiler: GrammarCache) -> None:
+    (a,), (b,), (c,) = map(tokens_of, "abc")
+    compiled = compile_now(compiler, Grammar("regex", "[ab]c?[ab]*"))
+    constraints = SequenceConstraints(
+        Constraints(grammar=Grammar("regex", "[ab]c?[ab]*")), compiled, STOPS | {a, c}, VOCAB_SIZE
+    )
+    first = allowed(constraints)
+    assert b in first
+    assert a not in first
+    constraints.advance(b)
+    assert allowed(constraints) >= {EOS, a, b, c}
+    only = compile_now(compiler, Grammar("regex", "c"))
+    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "c")), only, STOPS | {c}, VOCAB_SIZE)
+    assert allowed(constraints) == {c}
 
 
 def test_end_that_only_the_frontend_knows_ends_the_text_where_the_grammar_may_end(compiler: GrammarCache) -> None:

@@ -18,8 +18,7 @@ from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
-from penstock.backend.structured_output.late_masks import LateMasks
-from penstock.backend.structured_output.masks import fill_masks
+from penstock.backend.structured_output.late_masks import LateMasks, fill_masks
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER_JSON, VOCAB_SIZE, ask, compile_all, new_bench
 

@@ -109,6 +109,8 @@ def test_too_many_keys_with_limits_are_refused() -> None:
         (bearer("two"), 200),
         ([("authorization", "bearer   two ")], 200),
         ([("x-api-key", "two")], 200),
+        ([("api-key", "two")], 200),
+        ([("api-key", "x"), ("authorization", "Bearer two")], 401),
         ([("x-api-key", "two"), ("authorization", "Bearer x")], 200),
         ([("x-api-key", "x"), ("authorization", "Bearer two")], 401),
         ([], 401),

@@ -30,7 +30,6 @@ NOT_JSON: list[bytes] = [
     b"{'prompt':'x'}",
     b'{"prompt":"x"} {"prompt":"x"}',
     b'{"prompt":"x"}\x00',
-    b'\xef\xbb\xbf{"prompt":"x"}',
     b'\xff\xfe{\x00"\x00',
     b'{"prompt":"\xff"}',
     b'{"prompt":"\xc3"}',

@@ -224,10 +224,17 @@ async def test_too_many_stop_tokens_with_the_models_own_are_refused(
     assert (response.status, response.error["param"]) == (400, "stop_token_ids")
 
 
-async def test_duplicate_keys_and_nul_characters_are_harmless(
+async def test_half_of_a_surrogate_pair_is_named_wherever_it_is(connection: ClientConnection) -> None:
+    for text in (rb"\ud83d", rb"\\\ud83d", rb"\ud83dx", rb"\udc00"):
+        for body in (rb'{"prompt":"%b"}', rb'{"prompt":"x","user":"%b"}'):
+            assert "surrogate pair" in (await refused(connection, COMPLETIONS, body % text))["message"]
+    assert "truncated" in (await refused(connection, COMPLETIONS, rb'{"prompt":"\\ud83d"'))["message"]
+
+
+async def test_byte_order_mark_duplicate_keys_and_nul_characters_are_harmless(
     connection: ClientConnection, backend: FakeBackend
 ) -> None:
-    body = b'{"prompt":"a","prompt":"a\\u0000b","seed":1,"seed":2}'
+    body = b'\xef\xbb\xbf{"prompt":"a","prompt":"a\\u0000b","seed":1,"seed":2}'
     assert (await connection.post(COMPLETIONS, body)).status == 200
     assert backend.last.sampling.seed == 2
 

@@ -213,7 +213,7 @@ async def test_every_kind_of_block_reaches_the_model() -> None:
 async def test_last_assistant_message_is_continued(connection: ClientConnection, backend: FakeBackend) -> None:
     messages = [*HI["messages"], {"role": "assistant", "content": "I say: "}]
     assert (await connection.post(PATH, {**HI, "messages": messages})).status == 200
-    assert prompt(backend).endswith("<|im_start|>assistant\nI say:")
+    assert prompt(backend).endswith("<|im_start|>assistant\nI say: ")
 
 
 async def test_tool_call_cannot_be_continued() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
+from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
 from penstock.frontend.generation.choices.output_options import OutputOptions
@@ -196,7 +197,7 @@ def test_random_parameters_are_valid_by_their_schema(name: str, model_name: str,
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}]
     rules = rules_for(model, tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert rules.grammar is not None
-    assert ("\narguments_0: %json" in rules.grammar.text) == (name in NOT_EXPRESSED)
+    assert ("\ntool_0_arguments: %json" in rules.grammar.text) == (name in NOT_EXPRESSED)
     for seed in range(2):
         output = generate_randomly(model, rules, directory, seed)
         (call,) = output.tool_calls

@@ -20,6 +20,7 @@ PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "prompt": "x"}
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"enum": ["é"]}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"), ensure_ascii=False)
+LENIENT = f'{TEXT[:-1]},"x-guidance":{{"lenient":true}}}}'
 LARK = 'start: "a" "b"*'
 
 
@@ -35,7 +36,8 @@ def format_of(schema: Any, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "grammar"),
     [
-        (format_of(SCHEMA), Grammar("json_schema", TEXT)),
+        (format_of(SCHEMA), Grammar("json_schema", LENIENT)),
+        (format_of(SCHEMA, strict=False), Grammar("json_schema", LENIENT)),
         (format_of(SCHEMA, strict=True, description="d"), Grammar("json_schema", TEXT)),
         ({"guided_json": SCHEMA}, Grammar("json_schema", TEXT)),
         ({"guided_json": json.dumps(SCHEMA, indent=4)}, Grammar("json_schema", TEXT)),
@@ -99,6 +101,7 @@ async def test_grammar_longer_than_the_limit_is_refused(connection: ClientConnec
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ],
 )
+@pytest.mark.parametrize("rule", ["", "answer: ", "tool_7_arguments: ", "tool_7_value_12_json: "])
 async def test_unusable_grammar_is_reported_by_its_field(
     connection: ClientConnection,
     backend: FakeBackend,
@@ -107,8 +110,10 @@ async def test_unusable_grammar_is_reported_by_its_field(
     started: bool,
     fields: dict[str, Any],
     param: str,
+    rule: str,
 ) -> None:
-    text = 'no "way"\x1b[31m\n' + "x" * 400
+    param = "tools[7].function.parameters" if rule.startswith("tool") else param
+    text = f'{rule}no "way"\x1b[31m\n' + "x" * 400
     finish = Finish.FAILED if started else Finish.REJECTED
     failure = TokenBatch([], finish, FailureCode.BAD_GRAMMAR, failure_text=text)
     backend.script = lambda _: [*([TokenBatch(token_ids("a"))] if started else []), failure]

@@ -352,8 +352,8 @@ async def test_grammar_omits_annotations_of_the_schema() -> None:
     constraints = await constraints_of(Model(), tools=tools, tool_choice="required")
     assert constraints is not None
     assert constraints.grammar is not None
-    (line,) = [line for line in constraints.grammar.text.splitlines() if line.startswith("arguments_0")]
-    schema = json.loads(line.removeprefix("arguments_0: %json "))
+    (line,) = [line for line in constraints.grammar.text.splitlines() if line.startswith("tool_0_arguments")]
+    schema = json.loads(line.removeprefix("tool_0_arguments: %json "))
     del schema["x-guidance"]
     assert schema == {
         "type": "object",

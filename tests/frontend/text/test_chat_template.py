@@ -162,16 +162,21 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+SPECIAL_TOKENS = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+
+
+def oracle_of(template: str) -> PreTrainedTokenizerFast:
+    oracle = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), **SPECIAL_TOKENS)
+    oracle.chat_template = TEMPLATES[template]
+    return oracle
+
+
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_template_renders_as_in_transformers(template: str, conversation: str) -> None:
-    oracle = PreTrainedTokenizerFast(
-        tokenizer_object=byte_level_tokenizer(), bos_token="<|begin|>", eos_token="<|end|>", unk_token="<unk>"
-    )
-    oracle.chat_template = TEMPLATES[template]
-    special_tokens = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    oracle = oracle_of(template)
     messages = CONVERSATIONS[conversation]
-    ours = ChatTemplate(TEMPLATES[template], special_tokens)
+    ours = ChatTemplate(TEMPLATES[template], SPECIAL_TOKENS)
     try:
         expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except jinja2.TemplateError:
@@ -179,6 +184,24 @@ def test_template_renders_as_in_transformers(template: str, conversation: str) -
             ours.render(ChatBody(messages=msgspec.convert(messages, list[ChatMessage])))
     else:
         assert ours.render(ChatBody(messages=msgspec.convert(messages, list[ChatMessage]))) == expected
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_white_space_at_the_end_of_a_continued_message_is_kept_as_in_transformers(template: str) -> None:
+    ours = ChatTemplate(TEMPLATES[template], SPECIAL_TOKENS)
+    for content in ("class A:\n    ", "```json\n", "The ", " a", "b\n\n", "c"):
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
+        expected = oracle_of(template).apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        body = ChatBody(messages=msgspec.convert(messages, list[ChatMessage]), continue_final_message=True)
+        assert ours.render(body) == expected
+
+
+def test_missing_content_is_the_empty_text() -> None:
+    source = "{% for message in messages %}{{ message.role + ':' + message.content + '.' }}{% endfor %}"
+    thought = ChatMessage("assistant", None, reasoning_content="hm")
+    assert (
+        render(source, ChatMessage("user", "x"), ChatMessage("assistant"), thought) == "user:x.assistant:.assistant:."
+    )
 
 
 def render(source: str, *messages: ChatMessage) -> str:
@@ -194,7 +217,7 @@ def test_final_message_is_continued_whatever_the_template_writes_after_it(conten
     messages = [ChatMessage("user", "hi"), ChatMessage("assistant", content)]
     body = ChatBody(messages=messages, continue_final_message=True)
     text = ChatTemplate(source, {}).render(body)
-    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{content.rstrip()}"
+    assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{content}"
 
 
 def test_final_message_that_the_template_omits_cannot_be_continued() -> None:
@@ -260,7 +283,7 @@ def test_strftime_now_gives_todays_date() -> None:
 
 def test_message_has_only_the_keys_that_were_sent() -> None:
     source = "{% for message in messages %}{{ message.keys() | sort | join(' ') }}|{% endfor %}"
-    assert render(source, ChatMessage("user", "x"), ChatMessage("assistant")) == "content role|role|"
+    assert render(source, ChatMessage("user", "x"), ChatMessage("assistant")) == "content role|content role|"
 
 
 @pytest.mark.parametrize("place", ["jinja", "json", "config", "named", "none"])

@@ -21,11 +21,12 @@ from llguidance import LLTokenizer
 from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
 from penstock.backend.options import BackendOptions
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.backend.structured_output.compile_grammar import BadGrammar, CompiledGrammar
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
-from penstock.backend.structured_output.masks import fill_masks
+from penstock.backend.structured_output.grammar_costs import BadGrammar
+from penstock.backend.structured_output.late_masks import fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
 from penstock.tools.bench.components.synthetic_tokenizer import write_tokenizer
