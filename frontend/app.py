@@ -252,13 +252,14 @@ class App:
                 logger.log(level, "refused %s: %d %s %s", exchange.request_id, status, kind.name, where)
         except ClientGoneError:
             raise
-        except Exception:
-            # A bug of ours. The client learns only that there was one; the log has the details.
-            logger.exception("%s %s failed", exchange.method, shorten(exchange.path))
-            if exchange.started:
+        except Exception:  # noqa: BLE001 - logged there
+            unforeseen = exchange.unforeseen()
+            if exchange.is_event_stream:
+                await exchange.end_events(unforeseen)
+            elif exchange.started:
                 exchange.drop()
-                return
-            await exchange.respond_error(ApiError(ErrorKind.INTERNAL, "an internal error occurred"))
+            else:
+                await exchange.respond_error(unforeseen)
 
     async def _handle(self, exchange: Exchange, turn: Turn | None) -> None:
         """Check who sends the request, and pass it to its endpoint. Raises ApiError, ClientGoneError."""

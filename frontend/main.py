@@ -358,7 +358,7 @@ def check_chat_template(path: Path | None, command: str) -> None:
     from penstock.frontend.text.chat_template import ChatTemplate, read_template_file  # imports jinja2
 
     try:
-        ChatTemplate(read_template_file(path), {})
+        ChatTemplate(read_template_file(path), {}).check()
     except ValueError as error:
         fail(command, f"--chat-template {path}: {error}")
 

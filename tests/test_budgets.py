@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 82_200
+MAX_PRODUCT_LINES = 83_700
 MAX_LABORATORY_LINES = 19_800
 MAX_DOC_WORDS = 75_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
@@ -15,29 +15,29 @@ MIN_ENTRIES, MAX_MODULES = 4, 12
 MAX_LINES = {
     "backend": 900,
     "backend/checkpoint": 11_690,
-    "backend/engine": 4_010,
+    "backend/engine": 4_270,
     "backend/forward_pass": 700,
-    "backend/kv_cache": 2_150,
+    "backend/kv_cache": 2_300,
     "backend/passes": 15_800,
     "backend/sampling": 600,
-    "backend/scheduling": 1_760,
+    "backend/scheduling": 1_840,
     "backend/sequences": 620,
     "backend/start": 820,
-    "backend/structured_output": 2_220,
+    "backend/structured_output": 2_290,
     "frontend": 1_240,
     "frontend/access": 870,
-    "frontend/endpoints": 7_320,
+    "frontend/endpoints": 7_330,
     "frontend/formats": 1_150,
-    "frontend/generation": 3_480,
+    "frontend/generation": 3_500,
     "frontend/parsing": 2_520,
     "frontend/schemas": 2_950,
     "frontend/telemetry": 710,
-    "frontend/text": 950,
-    "frontend/transport": 2_360,
+    "frontend/text": 1_620,
+    "frontend/transport": 2_370,
     "penstock": 190,
     "penstock/commands": 2_860,
-    "penstock/process": 1_420,
-    "penstock/serve": 3_320,
+    "penstock/process": 1_550,
+    "penstock/serve": 3_370,
     "shm": 30,
     "shm/buffers": 1_410,
     "shm/client": 3_400,
@@ -61,7 +61,6 @@ WIDE_PACKAGES = {
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
-    "backend/engine/quoting": "one capability",
     "penstock/commands/inspect_model": "one capability",
     "penstock/commands/recorder": "one capability",
     "penstock/commands/top": "one capability",

@@ -183,9 +183,8 @@ class ISequenceScheduler(Protocol):
         """The part of all places that the tenant may claim, or could claim with a sequence of this weight."""
         ...
 
-    def outlook(self, sequence: Sequence) -> Outlook | None:
-        """The running sequences, and those that start before the sequence, which waits or has not been added; None if
-        unknown."""
+    def outlook(self) -> Outlook | None:
+        """What runs and waits now, the same object until that changes; None if nothing can be predicted."""
         ...
 
     def check_integrity(self) -> None:

@@ -97,7 +97,8 @@ class Engine:
 
     def next_turn_s(self) -> float:
         """Seconds after which the next turn is due even if nothing happens."""
-        at_most_s = _IDLE_TURN_S if self.plan_due_s is None else min(_IDLE_TURN_S, self.plan_due_s)
+        at_most_s = 0.0 if self._open_requests.quote_queue.num_waiting else _IDLE_TURN_S
+        at_most_s = at_most_s if self.plan_due_s is None else min(at_most_s, self.plan_due_s)
         at_most_s = self._open_requests.restart_grace.next_due_s(at_most_s)
         return self._streams.next_due_s(self._canceller.next_due_s(at_most_s))
 
@@ -125,6 +126,7 @@ class Engine:
                     self._canceller.drop_frontend(frontend)
         self._intake.submit_compiled()
         self._canceller.expire()
+        self._intake.make_quotes()
         self._streams.expire(is_draining=self._intake.is_draining)
         for result in self._executor.results():
             self._apply(result)

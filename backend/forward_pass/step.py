@@ -190,6 +190,17 @@ class StepBatch:
 
         return concatenate([last_tokens, self.scored.tokens])
 
+    def check_page_moves(self) -> None:
+        """Raises ValueError if a page is a destination twice, or source and destination of copies: a GPU makes all at
+        once. Passes call it before they move anything. Such a batch is a bug of the engine."""
+        copied = [page for _, page in self.page_copies]
+        written = [page for _, page in self.page_restores] + copied
+        if len(set(written)) < len(written):
+            twice = next(page for page in written if written.count(page) > 1)
+            raise ValueError(f"page {twice} is the destination of two copies or restores of a step; this is a bug")
+        if both := {source for source, _ in self.page_copies}.intersection(copied):
+            raise ValueError(f"page {min(both)} is source and destination of a step's copies; this is a bug")
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:

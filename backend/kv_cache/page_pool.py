@@ -17,7 +17,7 @@ from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FindablePages, FullPageObserver, IndexedPage, PageIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class PagePool:
@@ -42,7 +42,7 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self.host_offload = HandOver(store) if isinstance(store, HandOverMemory) else HostOffload(num_host_pages, store)
         findable = None if names is None else FindablePages(names, self.host_offload)
-        self._index = PageIndex(observers if findable is None else (findable, *observers))
+        self._index = PageIndex(num_pages, observers if findable is None else (findable, *observers))
         if findable is not None:
             findable.watch(self._index)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)
@@ -87,6 +87,13 @@ class PagePool:
         """Add a holder to a page found in the index. Raises ValueError for any other page."""
         if page not in self._index:
             raise ValueError(f"page {page} is not indexed: its content cannot be shared")
+        self.pin(page)
+
+    def pin(self, page: int) -> None:
+        """Add a holder that only reads what is there, even if the page is still being filled. Raises ValueError for a
+        free page."""
+        if not self._num_holders[page] and page not in self._idle:
+            raise ValueError(f"page {page} is free: it has no content")
         self._idle.discard(page)
         self._num_holders[page] += 1
 
@@ -116,12 +123,11 @@ class PagePool:
         """
         if not self._num_holders[page]:
             raise ValueError(f"page {page} is indexed but not held")
-        entry.should_offload = self.host_offload.contains(entry.page_hash)
-        self._index.add(page, entry, content)
+        self._index.add(page, entry, content, should_offload=self.host_offload.contains(entry.page_hash))
         if self.host_offload.saves_all and is_full_page_hash(entry.page_hash):
             self.host_offload.save(page, entry.page_hash, entry.salt)
 
-    def pages_following(self, parent_hash: bytes) -> dict[int, bytes]:
+    def pages_following(self, parent_hash: bytes) -> Iterator[tuple[int, bytes]]:
         """Pages that follow the page of this hash; see `PageIndex.children`."""
         return self._index.children(parent_hash)
 

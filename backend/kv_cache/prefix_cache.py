@@ -155,7 +155,7 @@ class PrefixCache:
         content_needed = sequence.tokens[first:end].tobytes()
         parent_hash = _parent_hash(sequence, num_full)
         num_copied, source = 0, -1
-        for page, content in islice(reversed(self._pool.pages_following(parent_hash).items()), _MAX_CANDIDATES):
+        for page, content in islice(self._pool.pages_following(parent_hash), _MAX_CANDIDATES):
             if (num_common := count_common_tokens(content_needed, content)) > num_copied:
                 num_copied, source = num_common, page
         num_coming, leader = 0, None

@@ -111,6 +111,7 @@ class FakePass(HostSampling):
         for given in batch.embeddings:
             tokens = self._tokens_of(given.values)
             input_ids[given.first : given.first + len(tokens)] = tokens
+        batch.check_page_moves()
         for host_page, page in batch.page_restores:
             self._sums[page] = self._saved_sums[host_page]
         for source, destination in batch.page_copies:

@@ -1,72 +1,53 @@
-"""The running sequences, and those that wait before a certain one: the scheduler's state as a quote needs it."""
+"""What is expected to run next: the scheduler's state as quotes need it."""
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-from penstock.backend.scheduling.tenants import DECODE_COST, PREFILL_COST
+import sys
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.backend.kv_cache.kv_groups import KvGroups
+    from penstock.backend.scheduling.running import RunningSequences
+    from penstock.backend.scheduling.tenants import Tenants
+    from penstock.backend.scheduling.wait_queue import WaitQueue
     from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant_account import TenantAccount
 
-    Turn: TypeAlias = tuple[float, int, int, int]
+_MAX_MODELLED = 64
+"""Waiting sequences whose start is modelled. Those behind are assumed to start at the same rate."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """Copies of the scheduler's tables; the sequences are not copied."""
-
-    running: list[Sequence]
-    waiting: list[Sequence]
-    """Sequences that are expected to start before the sequence, in this order."""
+class Place(NamedTuple):
+    num_ahead: int
+    """Waiting sequences that are expected to start before it."""
     num_cached: int
-    """Cached tokens of the sequence."""
-    num_slots: int
-    num_pages: int
-    groups: KvGroups
-    max_batch_tokens: int
+    """Cached tokens of its prompt."""
 
 
-def those_before(newcomer: Sequence, turn: Turn, account: TenantAccount, waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Return the waiting sequences that start before one with this turn, in order.
+class Outlook:
+    """Made once for all quotes until the next change. Its lists are copies; their sequences are not."""
 
-    Tenants take turns by the service that they will have received. Each sequence is charged when it starts, for all
-    tokens that it may generate, or half of them if it may stop. Preemption for a tenant under its share is not
-    predicted.
-    """
-    queues: dict[TenantAccount, list[tuple[bool, Turn, int, Sequence]]] = {}
-    for number, sequence in enumerate(waiting):
-        if sequence is not newcomer:
-            queues.setdefault(sequence.account, []).append((not sequence.goes_first, sequence.turn, number, sequence))
-    queues.setdefault(account, []).append((True, turn, -1, newcomer))
-    first: list[tuple[Turn, int, Sequence]] = []
-    for queue in queues.values():
-        queue.sort(reverse=True)
-        while queue and not queue[-1][0]:
-            _, its_turn, number, sequence = queue.pop()
-            first.append((its_turn, number, sequence))
-    before = [sequence for _, _, sequence in sorted(first)]
-    services = [(owner.service, number, owner) for number, owner in enumerate(queues) if queues[owner]]
-    heapq.heapify(services)
-    while True:
-        service, number, owner = services[0]
-        sequence = queues[owner].pop()[-1]
-        if sequence is newcomer:
-            return before
-        before.append(sequence)
-        if queues[owner]:
-            heapq.heapreplace(services, (service + _cost(sequence) / owner.weight, number, owner))
-        else:
-            heapq.heappop(services)
+    def __init__(self, running: RunningSequences, waiting: WaitQueue, tenants: Tenants, max_batch_tokens: int) -> None:
+        self.running = list(running.sequences)
+        self.waiting = waiting.next_sequences(_MAX_MODELLED)
+        """The first waiting sequences, in order."""
+        self.num_hidden = len(waiting) - len(self.waiting)
+        """The number of waiting sequences behind those."""
+        self.num_slots = running.max_running
+        self.num_pages = running.num_pages
+        self.groups = running.groups
+        self.max_batch_tokens = max_batch_tokens
+        self._prefix_cache = running.prefix_cache
+        self._waiting = waiting
+        self._tenants = tenants
+        self._waiting_tenants = waiting.tenants()
 
-
-def _cost(sequence: Sequence) -> float:
-    num_known = len(sequence.tokens)
-    num_to_generate = (sequence.max_total_tokens - num_known) / (2 if sequence.common_stop_ids else 1)
-    return PREFILL_COST * num_known + DECODE_COST * num_to_generate
+    def place_of(self, sequence: Sequence) -> Place:
+        """The place of a sequence that waits, runs, or has not been added."""
+        prefix = self._prefix_cache.find(sequence)
+        num_cached = prefix.num_full_pages * self.groups.page_size_tokens + prefix.num_copied_tokens
+        if sequence.slot is not None:
+            return Place(0, num_cached)
+        account, turn = sequence.account, sequence.turn
+        if sequence.order < 0:
+            account = self._tenants.find(sequence.tenant, sequence.weight)
+            turn = sequence.rank, sequence.admitted_ns, account.round + 1, sys.maxsize
+        return Place(self._waiting.num_before(sequence, turn, account, self._waiting_tenants), num_cached)

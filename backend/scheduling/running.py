@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 #
 #   Only tokens of applied steps are copied, so the source's values were written by an earlier step.
 #   The source may still be filled by its own sequence: that one writes behind the copied tokens, never over them.
-#   An idle source could be evicted by the pages that are allocated in the same plan, and be written in the step that
-#   copies it. So it is held until the plan is made. Later plans may take it: steps run in their order.
+#   A source could get a new owner in the same plan: evicted if it is idle, or given up by a sequence that is preempted
+#   for a later newcomer. The step would write it while it copies it, and a GPU makes all copies at once. So the source
+#   is pinned until the plan is made. Later plans may take it: steps run in their order.
 #   If the row is dropped before its step is launched, its copy is dropped too (`Plan.keep`), and the page is released.
 #
-# Holding an idle source needs one more available page than the sequence itself (`may_copy`); without one, the tokens
+# Pinning an idle source needs one more available page than the sequence itself (`may_copy`); without one, the tokens
 # are computed.
 
 
@@ -56,7 +57,7 @@ class RunningSequences:
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
         """Sequence → (source, destination) page of this step."""
         self._copy_sources: list[int] = []
-        """Idle source pages of this step's copies. They are held until the plan is made, so that none is reused."""
+        """Source pages of this step's copies. They are pinned until the plan is made, so that none is a destination."""
         self._page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = {}
         """Sequence → (host place, page) pairs of this step."""
 
@@ -102,9 +103,8 @@ class RunningSequences:
         num_cached = prefix.num_full_pages * self._page_size
         if prefix.num_copied_tokens and may_copy:
             num_cached += prefix.num_copied_tokens
-            if self.pool.is_idle(prefix.copy_source):
-                self.pool.hold(prefix.copy_source)
-                self._copy_sources.append(prefix.copy_source)
+            self.pool.pin(prefix.copy_source)
+            self._copy_sources.append(prefix.copy_source)
         kv.passed = prefix.passed
         self._give(sequence, prefix.listed_pages + self.pool.allocate(num_new_pages))
         if places:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.scheduling.admission import Admission
-from penstock.backend.scheduling.outlook import Outlook, those_before
+from penstock.backend.scheduling.outlook import Outlook
 from penstock.backend.scheduling.preemption import Preemption
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_plan import Plan, share_out
@@ -69,6 +69,8 @@ class Scheduler:
         self._num_precedences_left = max_running
         """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
         there at a time, and no more can frontends that lie gain in this backend's life."""
+        self._outlook: Outlook | None = None
+        """Until the next plan, newcomer or end."""
 
     def add(self, sequence: Sequence) -> None:
         """Put the sequence into the wait queue. The caller has checked that the pool can hold it. After an error it has
@@ -86,6 +88,7 @@ class Scheduler:
             raise
         self._num_added += 1
         self._num_precedences_left -= goes_first
+        self._outlook = None
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that has ended, in any state. Its pages and slot are free at once."""
@@ -93,6 +96,7 @@ class Scheduler:
         sequence.generation += 1
         if sequence.order < 0:  # it was never added
             return
+        self._outlook = None
         if sequence in self._running.sequences:
             self._waiting.unpark(self._running.stop(sequence))
         else:
@@ -104,6 +108,7 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Plan the next step; a plan without rows if there is nothing to do."""
+        self._outlook = None
         if chunks := self._choose_bisected():
             return self._make_plan([], chunks)
         self._admission.begin_plan(self._num_plans)
@@ -128,23 +133,11 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
-    def outlook(self, sequence: Sequence) -> Outlook:
+    def outlook(self) -> Outlook:
         """See `ISequenceScheduler`."""
-        account, turn = sequence.account, sequence.turn
-        if sequence.order < 0:
-            account = self._tenants.find(sequence.tenant, sequence.weight)
-            turn = sequence.rank, sequence.admitted_ns, account.round + 1, self._num_added
-        prefix = self._running.prefix_cache.find(sequence)
-        num_cached = prefix.num_full_pages * self._running.groups.page_size_tokens + prefix.num_copied_tokens
-        return Outlook(
-            list(self._running.sequences),
-            those_before(sequence, turn, account, self._waiting.sequences()),
-            num_cached,
-            self._running.max_running,
-            self._pool.num_pages,
-            self._running.groups,
-            self._max_batch_tokens,
-        )
+        if self._outlook is None:
+            self._outlook = Outlook(self._running, self._waiting, self._tenants, self._max_batch_tokens)
+        return self._outlook
 
     def _max_prompt_tokens(self) -> int:
         """The most tokens of prompts in the next step. A short step is planned when it will serve a short prompt of a

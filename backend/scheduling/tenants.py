@@ -95,11 +95,7 @@ class Tenants:
 
     def find(self, key: bytes, weight: float) -> TenantAccount:
         """The tenant's account, or a new account like the one that it would get."""
-        account = self._accounts.get(key)
-        if account is None:
-            account = TenantAccount(key, weight)
-            account.service = self.highest_service
-        return account
+        return self._accounts.get(key) or TenantAccount(key, weight)
 
     def num_waiting_of(self, key: bytes) -> int:
         """The tenant's sequences that have not ended and do not run."""

@@ -7,18 +7,18 @@ import heapq
 import itertools
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
+
+from penstock.backend.scheduling.tenant_line import TenantLine, WaitingTenants, expected_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from penstock.backend.kv_cache.prefix_cache import Awaited
+    from penstock.backend.scheduling.tenant_line import Turn
     from penstock.backend.scheduling.tenants import Tenants
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.tenant_account import TenantAccount
-
-    Entry: TypeAlias = tuple[tuple[float, int, int, int], Sequence]
-    """A sequence, after its turn."""
 
 _MAX_PASSED = 32
 _MAX_PASSED_OF_TENANT = 8
@@ -36,7 +36,7 @@ class Passed:
 
 
 class WaitQueue:
-    """Each waiting sequence is here once: in its tenant's queue, among the passed ones, or parked under one key.
+    """Each waiting sequence is here once: in its tenant's line, among the passed ones, or parked under one key.
 
     The cost of a call grows with the logarithm of the number of waiting sequences and tenants.
 
@@ -46,18 +46,16 @@ class WaitQueue:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._queues: dict[TenantAccount, list[Entry]] = {}
-        """Each tenant's sequences by `Sequence.turn`, but for those that go first."""
-        self._first: list[Entry] = []
-        """Sequences of all tenants that go first, by `Sequence.turn`."""
+        self._lines: dict[TenantAccount, TenantLine] = {}
+        """Each tenant's sequences, but for those that go first. No line is empty."""
+        self._first = TenantLine()
+        """Sequences of all tenants that go first."""
         self._turns: list[tuple[float, int, TenantAccount]] = []
-        """(service, tie-breaker, tenant) of each tenant in _queues, least service first. A tenant's service may have
-        grown since."""
+        """(service, line's number, tenant) of each line, least service first. A tenant's service may have grown since.
+        Entries whose line has gone are stale."""
         self._num_turns = 0
         self._num_queued = 0
-        """Entries of all queues."""
-        self._num_stale = 0
-        """Ended sequences that are still in a queue."""
+        """Sequences in all lines."""
         self._passed: dict[Sequence, Passed] = {}
         self._parked: dict[Awaited, dict[Sequence, None]] = {}
         self._key_of: dict[Sequence, Awaited] = {}
@@ -65,79 +63,87 @@ class WaitQueue:
         """(deadline step, sequence), oldest first; entries may be stale."""
 
     def __len__(self) -> int:
-        return self._num_queued - self._num_stale + len(self._passed) + len(self._key_of)
+        return self._num_queued + len(self._passed) + len(self._key_of)
 
     @property
     def num_parked(self) -> int:
         return len(self._key_of)
 
     @property
-    def num_tenants(self) -> int:
-        """Tenants with a queue, even if all its entries have ended."""
-        return len(self._queues)
+    def num_turns(self) -> int:
+        """Remembered turns of tenants, stale ones too."""
+        return len(self._turns)
 
     def put(self, sequence: Sequence) -> None:
-        """Add to its tenant's queue by `Sequence.turn`, which a preempted sequence keeps.
+        """Add to its tenant's line by `Sequence.turn`, which a preempted sequence keeps.
 
         A tenant that begins to wait gets at least the service of the `floor`: it gains no advantage from being idle.
         """
         account = sequence.account
-        queue = self._queues.get(account)
-        if queue is not None:
-            self._drop_ended(queue)
-        if not queue and not account.num_passed:
+        if account not in self._lines and not account.num_passed:
             account.service = max(account.service, self.floor())
         if sequence.goes_first:
-            heapq.heappush(self._first, (sequence.turn, sequence))
-            self._num_queued += 1
-            return
-        if (queue := self._queues.get(account)) is None:  # `floor` drops empty ones
-            self._add_turn(account)
-            queue = self._queues[account] = []
-        heapq.heappush(queue, (sequence.turn, sequence))
+            line = self._first
+        elif (found := self._lines.get(account)) is not None:
+            line = found
+        else:
+            line = self._add_line(account)
+        line.add(sequence)
         self._num_queued += 1
 
-    def _add_turn(self, account: TenantAccount) -> None:
+    def _add_line(self, account: TenantAccount) -> TenantLine:
         """Among tenants with equal service the one that came first goes first, with one exception: a tenant that has
         nothing running goes before a head that has. The exception cannot repeat for ever: each step charges such a
         head, so their service does not stay equal."""
         head = self._head_of_tenants()
         goes_first = head is not None and head.account.num_running > 0 and not account.num_running
+        if len(self._turns) > 64 + 2 * len(self._lines):
+            self._turns = [turn for turn in self._turns if self._is_current(turn)]
+            heapq.heapify(self._turns)
+        line = self._lines[account] = TenantLine()
         self._num_turns += 1
-        number = -self._num_turns if goes_first else self._num_turns
-        heapq.heappush(self._turns, (account.service, number, account))
+        line.number = -self._num_turns if goes_first else self._num_turns
+        heapq.heappush(self._turns, (account.service, line.number, account))
+        return line
 
-    def _drop_ended(self, queue: list[Entry]) -> None:
-        while queue and queue[0][1].ended:
-            heapq.heappop(queue)
-            self._num_queued -= 1
-            self._num_stale -= 1
+    def _is_current(self, turn: tuple[float, int, TenantAccount]) -> bool:
+        line = self._lines.get(turn[2])
+        return line is not None and line.number == turn[1]
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Remove from its line."""
+        account = sequence.account
+        self._num_queued -= 1
+        if sequence.goes_first:
+            self._first.remove(sequence)
+            return
+        line = self._lines[account]
+        line.remove(sequence)
+        if not line:
+            del self._lines[account]
 
     def head(self) -> Sequence | None:
-        """The next sequence in the queues: not passed, not parked."""
-        if self._first:
-            self._drop_ended(self._first)
-        return self._first[0][1] if self._first else self._head_of_tenants()
+        """The next sequence in the lines: not passed, not parked."""
+        return self._first.head if self._first else self._head_of_tenants()
 
     def _head_of_tenants(self) -> Sequence | None:
         while self._turns:
             service, _, account = self._turns[0]
-            queue = self._queues[account]
-            self._drop_ended(queue)
-            if not queue:
+            if not self._is_current(self._turns[0]):
                 heapq.heappop(self._turns)
-                del self._queues[account]
             elif service < account.service:
+                line = self._lines[account]
                 self._num_turns += 1
-                heapq.heapreplace(self._turns, (account.service, self._num_turns, account))
+                line.number = self._num_turns
+                heapq.heapreplace(self._turns, (account.service, line.number, account))
             else:
-                return queue[0][1]
+                return self._lines[account].head
         return None
 
     def floor(self) -> float:
         """The least service of a tenant that waits or, if none does, the highest service of all."""
         least = [passed.account.service for passed in self._passed]
-        least += [entry[1].account.service for entry in self._first if not entry[1].ended]
+        least += [sequence.account.service for sequence in self._first]
         if (head := self._head_of_tenants()) is not None:
             least.append(head.account.service)
         return min(least, default=self._tenants.highest_service)
@@ -147,8 +153,7 @@ class WaitQueue:
         if sequence in self._passed:
             self._unpass(sequence)
         else:
-            heapq.heappop(self._first if sequence.goes_first else self._queues[sequence.account])
-            self._num_queued -= 1
+            self._remove(sequence)
 
     # Passing
 
@@ -210,35 +215,57 @@ class WaitQueue:
             del self._parked[key]
 
     def forget(self, sequence: Sequence) -> None:
-        """Note that a waiting sequence has ended. Its entry is dropped at its turn, or when most entries are stale."""
+        """Remove a waiting sequence that has ended."""
         if (key := self._key_of.pop(sequence, None)) is not None:
             self._remove_parked(key, sequence)
         elif sequence in self._passed:
             self._unpass(sequence)
         else:
-            self._num_stale += 1
-            if self._num_stale > 64 and self._num_stale * 2 > self._num_queued:
-                self._drop_all_ended()
+            self._remove(sequence)
 
-    def _drop_all_ended(self) -> None:
-        """Drop ended sequences, and tenants without other entries: their turns may not come while one with less service
-        waits."""
-        self._num_queued = self._num_stale = 0
-        for queue in (*self._queues.values(), self._first):
-            queue[:] = [entry for entry in queue if not entry[1].ended]
-            heapq.heapify(queue)
-            self._num_queued += len(queue)
-        self._queues = {account: queue for account, queue in self._queues.items() if queue}
-        self._turns = [turn for turn in self._turns if turn[2] in self._queues]
-        heapq.heapify(self._turns)
+    # Quotes
+
+    def next_sequences(self, count: int) -> list[Sequence]:
+        """The first waiting sequences, in the order in which they are expected to start.
+
+        Each is charged when it starts, for its `expected_cost`. Parked and passed ones came before; preemption for a
+        tenant under its share is not predicted.
+        """
+        ahead = itertools.chain(self._first, self._passed, self._key_of)
+        found = list(itertools.islice(ahead, count))
+        turns = [(account.service, line.number, account) for account, line in self._lines.items()]
+        heapq.heapify(turns)
+        lines = {account: iter(self._lines[account]) for _, _, account in turns}
+        while turns and len(found) < count:
+            service, number, account = turns[0]
+            if (sequence := next(lines[account], None)) is None:
+                heapq.heappop(turns)
+            else:
+                found.append(sequence)
+                heapq.heapreplace(turns, (service + expected_cost(sequence) / account.weight, number, account))
+        return found
+
+    def tenants(self) -> WaitingTenants:
+        return WaitingTenants(self._lines)
+
+    def num_before(self, sequence: Sequence, turn: Turn, account: TenantAccount, tenants: WaitingTenants) -> int:
+        """The number of sequences that are expected to start before one that waits, or would wait, with this turn."""
+        ahead = [*self._first, *self._passed, *self._key_of]
+        if sequence in ahead:
+            return ahead.index(sequence)
+        line, num_own, service = self._lines.get(account), 0, account.service
+        if line is None:
+            service = max(service, self.floor())
+        else:
+            num_own = line.num_before(turn)
+            service += num_own * line.cost / len(line) / account.weight
+        return len(ahead) + num_own + tenants.num_before(service, account)
 
     # Checks
 
     def sequences(self) -> list[Sequence]:
         """All waiting sequences, in no particular order."""
-        queues = (*self._queues.values(), self._first)
-        queued = [entry[1] for queue in queues for entry in queue if not entry[1].ended]
-        return [*queued, *self._passed, *self._key_of]
+        return [*itertools.chain(self._first, *self._lines.values()), *self._passed, *self._key_of]
 
     def parked(self) -> list[Sequence]:
         return list(self._key_of)
@@ -247,11 +274,14 @@ class WaitQueue:
         return set(self._parked)
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError unless each tenant with a queue has one turn, and the passed sequences are counted."""
-        if sorted(map(id, self._queues)) != sorted(id(account) for _, _, account in self._turns):
-            raise RuntimeError("a tenant's queue has no turn, or several")
-        if any(service > account.service for service, _, account in self._turns):
+        """Raises RuntimeError unless each tenant with a line has one turn, and the passed sequences are counted."""
+        current = [turn[2] for turn in self._turns if self._is_current(turn)]
+        if len(current) != len(self._lines) or set(current) != self._lines.keys() or not all(self._lines.values()):
+            raise RuntimeError("a tenant's line has no turn, or several, or is empty")
+        if any(turn[0] > turn[2].service for turn in self._turns if self._is_current(turn)):
             raise RuntimeError("a tenant's service has decreased while it waits")
-        for account in {passed.account for passed in self._passed} | self._queues.keys():
+        if self._num_queued != len(self._first) + sum(map(len, self._lines.values())):
+            raise RuntimeError(f"{self._num_queued} sequences in lines are counted")
+        for account in {passed.account for passed in self._passed} | self._lines.keys():
             if account.num_passed != sum(passed.account is account for passed in self._passed):
                 raise RuntimeError(f"{account.num_passed} passed sequences of a tenant are counted")

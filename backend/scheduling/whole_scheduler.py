@@ -161,7 +161,7 @@ class WholeScheduler:
         """See `ISequenceScheduler`."""
         return self._tenants.share_with(tenant, weight)
 
-    def outlook(self, sequence: Sequence) -> None:
+    def outlook(self) -> None:
         """Return None: it takes whole inputs, and no step's duration can be predicted."""
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ from penstock import backend
 from penstock.backend.checkpoint.fingerprint import code_hash
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass.plugins import find_forward_pass
-from penstock.process.standby import wait_for_turn
+from penstock.process.children import wait_for_turn
 
 
 def import_and_wait(forward_pass: str, turn_fd: int) -> bool:

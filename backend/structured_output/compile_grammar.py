@@ -8,12 +8,14 @@ grammar. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of
+from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.lark_source import lark_of, relaxed
+from penstock.process.native_libraries import LibraryError, guarded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +50,7 @@ class CompiledGrammar:
 def load_tokenizer(tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Takes about 10 µs and 500 bytes a token. Raises OSError, ValueError."""
     text = tokenizer_json.read_text(encoding="utf-8")
-    return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES)
+    return guarded(LLTokenizer)(text, n_vocab=vocab_size, eos_token=list(eos_token_ids), slices=_SLICES)
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
@@ -57,9 +59,14 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     Some grammars take exponential time and memory: no limit of llguidance ends its check whether an intersection of
     expressions is empty. Raises BadGrammar.
     """
-    matcher = LLMatcher(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
+    try:
+        matcher = guarded(LLMatcher)(tokenizer, lark_of(grammar), log_level=0, limits=_LIMITS)
+    except LibraryError as error:
+        raise BadGrammar(one_line(str(error))) from None
     if matcher.is_error():
         raise BadGrammar(error_of(matcher))
+    if grammar.kind == "json_schema" and (circle := circular_reference(grammar.text)) is not None:
+        raise BadGrammar(one_line(circle))
     return matcher
 
 
@@ -82,3 +89,41 @@ def compile_or_relax(tokenizer: LLTokenizer, grammar: Grammar) -> tuple[LLMatche
         if (left := relaxed(grammar, reason_of)) is None:
             raise
     return compile_grammar(tokenizer, left), left
+
+
+_REF = "$ref"
+
+
+def circular_reference(schema: str) -> str | None:
+    """Return a sentence that names the place; None if there is none. The schema is valid JSON."""
+    if f'"{_REF}"' not in schema:
+        return None
+    whole = msgspec.json.decode(schema)
+    known_to_end: set[int] = set()
+    places: list[tuple[str, Any]] = [("#", whole)]
+    while places:
+        place, node = places.pop()
+        way: dict[int, str] = {}
+        current: Any = node
+        while isinstance(current, dict) and id(current) not in known_to_end and isinstance(current.get(_REF), str):
+            if id(current) in way:
+                return f"the {_REF} at {place} goes round in a circle: {' → '.join(way.values())}"
+            way[id(current)] = current[_REF]
+            current = _at(whole, current[_REF])
+        known_to_end.update(way)
+        children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        places += [(f"{place}/{key}", child) for key, child in children]
+    return None
+
+
+def _at(whole: Any, reference: str) -> Any:
+    """Return the value that a reference within the schema points to."""
+    start, *keys = reference.split("/")
+    node = whole if start == "#" else None
+    for key in keys:
+        name = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list):
+            node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+        else:
+            node = node.get(name) if isinstance(node, dict) else None
+    return node

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Generate, Grammar
 
+_DRAIN_S = 1.0
+"""After this much of a drain, requests that still wait for their grammar are refused."""
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingSubmission:
@@ -51,6 +54,7 @@ class GrammarQueue:
         """Waiting requests of each tenant."""
         self._num_settled = 0
         self._settle_rate = DrainRate()
+        self._drain_ends_s: float | None = None
         self._done: deque[WaitingSubmission] = deque()
         """Filled by the compiler's threads. Some of these submissions have been removed since."""
 
@@ -129,8 +133,15 @@ class GrammarQueue:
         except CompilerFailed:
             return Failure(request_id, FailureCode.INTERNAL)
 
-    def take_all(self) -> list[Submission[Generate]]:
-        """Remove and return all submissions. Their grammars are not compiled unless compilation has begun."""
+    def drain(self, now_s: float) -> list[Submission[Generate]]:
+        """Remove and return all submissions once a drain has lasted for _DRAIN_S. Call it in each turn of the drain.
+
+        Their grammars are not compiled unless compilation has begun: one may take its whole time limit.
+        """
+        if self._drain_ends_s is None:
+            self._drain_ends_s = now_s + _DRAIN_S
+        if now_s < self._drain_ends_s:
+            return []
         submissions = [waiting.submission for waiting in self._waiting.values()]
         for submission in submissions:
             self.remove(submission.frontend, submission.request_id)

@@ -38,6 +38,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 _BODY_TIMEOUT_S = 30.0
+_UNUSABLE_RETRY_S = 60
 _JSON_TYPES = (b"application/json", b"text/json")
 
 
@@ -182,7 +183,7 @@ class EndpointContext:
             waited = keeper
         served = keeper.current
         if served is None:
-            raise self._still_loading(keeper)
+            raise self._still_loading(keeper) if keeper.failure is None else self._unusable(keeper.failure)
         backend = served.backend
         exchange.count_status = lambda status: backend.board.count_response(status)
         return served
@@ -214,7 +215,7 @@ class EndpointContext:
         left_s = math.inf if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         try:
             async with asyncio.timeout(min(left_s, self.limits.hold_timeout_s)), exchange.cancelled_on_disconnect():
-                await waking.until_awake(lambda: keeper.current is not None)
+                await waking.until_awake(lambda: keeper.current is not None or keeper.failure is not None)
         except TimeoutError:
             if left_s <= self.limits.hold_timeout_s:
                 raise expired() from None
@@ -225,6 +226,10 @@ class EndpointContext:
         return retry_later(
             ErrorKind.UNAVAILABLE, "the model is still loading; retry later", keeper.backend.retry_after_s
         )
+
+    @staticmethod
+    def _unusable(reason: str) -> ApiError:
+        return retry_later(ErrorKind.UNAVAILABLE, f"the model cannot be used: {reason}", _UNUSABLE_RETRY_S)
 
 
 async def _decode(exchange: Exchange, decode: Callable[[bytes], Result], data: bytes) -> Result:

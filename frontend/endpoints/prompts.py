@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
-from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.text.chat_template import TemplateRefusedError, TooMuchWorkError
+from penstock.frontend.text.render_budget import INLINE
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
@@ -27,7 +29,10 @@ async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
 
 
 async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> str:
-    """Return the prompt's text by the model's template. A long one is rendered in a thread. Raises ApiError."""
+    """Return the prompt's text by the model's template. Raises ApiError.
+
+    A long one is rendered in a thread of the template's own, and one that turns out to take long.
+    """
     template = served.tokenizer.chat_template
     if template is None:
         raise ApiError(
@@ -36,7 +41,10 @@ async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
             param="messages",
         )
     try:
-        return await asyncio.to_thread(template.render, body) if is_long else template.render(body)
+        if not is_long:
+            with contextlib.suppress(TooMuchWorkError):
+                return template.render(body, INLINE)
+        return await asyncio.get_running_loop().run_in_executor(template.thread, template.render, body)
     except TemplateRefusedError as error:
         message = f"messages: the model's chat template refuses them: {error}"
         raise ApiError(ErrorKind.TEMPLATE_REFUSED, message, param="messages") from None

@@ -1,6 +1,6 @@
 """Renders a checkpoint's chat template as transformers does.
 
-The template comes with the checkpoint and runs in jinja2's immutable sandbox; clients cannot send one. It receives the
+The template comes with the checkpoint and runs in a sandbox with a budget; clients cannot send one. It receives the
 messages as plain dicts of strings.
 """
 
@@ -10,35 +10,27 @@ import contextlib
 import datetime
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage
+from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
+from penstock.frontend.text.render_budget import FULL, OverBudget, Refused, RenderBudget, RenderLimits
 from penstock.frontend.transport.errors import invalid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from jinja2.parser import Parser
+    from penstock.frontend.schemas.chat import ChatTool, MessageToolCall
+    from penstock.frontend.text.bounded_operations import BoundedContext
 
-    from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, MessageToolCall
 
-
-_RENDERING_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
-"""Errors of a compiled template that expects other messages."""
-
+_MAX_TIME_FORMAT = 100
+_MAX_REASON = 1000
+"""Characters that are shown of what a template says."""
 
 _END_MARK = f"{secrets.token_hex(16)} "
 """Marks the end of the final message while rendering. Random: the template may repeat any text after the message. A
@@ -53,35 +45,21 @@ class TemplateRefusedError(Exception):
     """The template called raise_exception, or cannot render these messages. The message is the template's."""
 
 
+class TooMuchWorkError(TemplateRefusedError):
+    """Rendering takes more than the limits allow."""
+
+
 class _TemplateRaised(jinja2.TemplateError):
     """The template called raise_exception."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training. Renders as its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise_exception(message: str) -> None:
     raise _TemplateRaised(message)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_TIME_FORMAT:
+        raise Refused(f"a format of strftime_now has {len(form)} characters; the limit is {_MAX_TIME_FORMAT}")
     return datetime.datetime.now().strftime(form)  # noqa: DTZ005 - local time, as in transformers
 
 
@@ -91,24 +69,29 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """special_tokens maps names such as bos_token to texts. tool_source is the template for chats with tools, if
         there is a separate one. Raises ValueError for a template with a syntax error."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
+        environment = BoundedEnvironment()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self.source = source
         self.tool_source = tool_source or source
-        try:
-            self._template = environment.from_string(source)
-            self._tool_template = environment.from_string(self.tool_source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template has a syntax error in line {error.lineno}: {error.message}") from None
+        self._template = environment.bounded_template(source)
+        self._tool_template = self._template if tool_source is None else environment.bounded_template(tool_source)
+        self.thread = ThreadPoolExecutor(1, "render")
+        """Renders what takes long. One thread: a template that always takes long makes only its own chats wait."""
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self._numbers_calls = _NUMBERED_CALL in self.tool_source
 
-    def render(self, body: ChatBody) -> str:
+    def check(self) -> None:
+        """Render a short chat. Raises ValueError if that takes more than the limits allow."""
+        try:
+            self.render(ChatBody(messages=[ChatMessage("user", "Hello")]))
+        except TooMuchWorkError as error:
+            raise ValueError(f"the chat template cannot render a chat of one message: {error}") from None
+        except TemplateRefusedError:
+            return  # it wants other messages
+
+    def render(self, body: ChatBody, limits: RenderLimits = FULL) -> str:
         """Return the prompt up to the start of the answer, which may continue the last message.
 
         Raises TemplateRefusedError, ApiError.
@@ -123,14 +106,20 @@ class ChatTemplate:
         variables = {**_variables(body, {"messages": None, **fixed}), **fixed}
         try:
             try:
-                text = template.render(**variables, messages=self._messages(body))
+                text = _render(template, variables | {"messages": self._messages(body)}, limits)
             except TypeError:
                 # Some templates, such as DeepSeek's, concatenate the arguments of calls: those need a text.
-                text = template.render(**variables, messages=self._messages(body, text_arguments=True))
+                messages = self._messages(body, text_arguments=True)
+                text = _render(template, variables | {"messages": messages}, limits)
         except _TemplateRaised as error:
-            raise TemplateRefusedError(str(error.message)) from None
-        except _RENDERING_ERRORS as error:
-            raise TemplateRefusedError(f"it cannot render these messages ({type(error).__name__})") from None
+            raise TemplateRefusedError(str(error.message)[:_MAX_REASON]) from None
+        except (OverBudget, Refused) as error:
+            raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
+            line = _line_of(error, template)
+            raise TemplateRefusedError(
+                f"line {line}: it cannot render these messages ({type(error).__name__})"
+            ) from None
         return _cut(text, str(body.messages[-1].content)) if body.continue_final_message else text
 
     def _messages(self, body: ChatBody, *, text_arguments: bool = False) -> list[dict[str, Any]]:
@@ -163,6 +152,22 @@ class ChatTemplate:
             "thinking": None if message.tool_calls and content else message.reasoning_content,
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _render(template: jinja2.Template, variables: dict[str, Any], limits: RenderLimits) -> str:
+    context = cast("BoundedContext", template.new_context(variables))
+    context.budget = RenderBudget(limits, variables)
+    return "".join(template.root_render_func(context))
+
+
+def _line_of(error: Exception, template: jinja2.Template) -> int:
+    """Return the template's innermost line in the error's traceback."""
+    line, frame = 1, error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__jinja_template__") is template:
+            line = template.get_corresponding_lineno(frame.tb_lineno)
+        frame = frame.tb_next
+    return line
 
 
 def _variables(body: ChatBody, fixed: Mapping[str, object]) -> dict[str, Any]:

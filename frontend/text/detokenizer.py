@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,14 +27,15 @@ class SharedPieces:
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[object, _Piece] = {}  # in the order of their age
+        self._pieces: OrderedDict[object, _Piece] = OrderedDict()
+        """The oldest first. A dict would look through its deleted entries for the oldest."""
 
     def find(self, key: object) -> _Piece | None:
         return self._pieces.get(key)
 
     def add(self, key: object, piece: _Piece) -> None:
         if len(self._pieces) >= _MAX_PIECES:
-            del self._pieces[next(iter(self._pieces))]
+            self._pieces.popitem(last=False)
         self._pieces[key] = piece
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from penstock.process.native_libraries import truncate
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Encoding
+
+    from penstock.process.native_libraries import GuardedTokenizer
 
 Side: TypeAlias = Literal["left", "right"]
 
@@ -35,7 +39,7 @@ class Truncation:
 class InputEncoder:
     """Encodes by the tokenizer's own template of single texts and pairs. Callable from any thread."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: GuardedTokenizer) -> None:
         """The tokenizer has neither truncation nor padding."""
         self._tokenizer = tokenizer
 
@@ -59,13 +63,13 @@ class InputEncoder:
         texts = (item,) if isinstance(item, str) else item
         parts = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         if len(parts) > 1 and truncation.max_second_tokens is not None:
-            parts[1].truncate(truncation.max_second_tokens, direction=truncation.side)
+            truncate(parts[1], truncation.max_second_tokens, truncation.side)
         if truncation.max_tokens is not None:
             is_pair = len(parts) > 1
             num_special = self._tokenizer.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
             space = max(0, truncation.max_tokens - num_special)
             for part, num_kept in zip(parts, _longest_first([len(part.ids) for part in parts], space), strict=True):
-                part.truncate(num_kept, direction=truncation.side)
+                truncate(part, num_kept, truncation.side)
         second = parts[1] if len(parts) > 1 else None
         return self._tokenizer.post_process(parts[0], second, add_special_tokens)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from penstock.process.native_libraries import GuardedTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"
@@ -29,10 +27,10 @@ _BYTES = _byte_of_character()
 class TokenBytes:
     """The bytes of one tokenizer's tokens. The tokenizer's decoder determines how tokens spell bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: GuardedTokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        self._is_byte_level = "ByteLevel" in _decoder_kinds(tokenizer)
+        self._is_byte_level = "ByteLevel" in tokenizer.decoder_types
 
         self.text_and_bytes = lru_cache(_CACHE_SIZE)(self._text_and_bytes)
         """Returns a token's text, with U+FFFD for parts of characters, and its bytes. Cached: log probabilities need
@@ -58,11 +56,3 @@ class TokenBytes:
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes((int(byte[1], 16),))
         return token.replace(_SPACE_MARK, " ").encode()
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
-    """Return the types of a tokenizer's decoder, and of its parts if it is a sequence."""
-    if tokenizer.decoder is None:
-        return set()
-    state: dict[str, Any] = msgspec.json.decode(tokenizer.decoder.__getstate__())
-    return {part["type"] for part in (state, *state.get("decoders", ()))}

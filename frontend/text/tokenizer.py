@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.token_bytes import TokenBytes
+from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+logger = logging.getLogger("penstock.tokenizer")
 
 _INLINE_CHARACTERS = 8192
 """Longer texts are encoded in a thread. At several MB/s, this much blocks the event loop for about 2 ms."""
@@ -37,7 +42,7 @@ class ModelTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
+        self, tokenizer: GuardedTokenizer, chat_template: ChatTemplate | None, config: Mapping[str, Any] | None = None
     ) -> None:
         """config is tokenizer_config.json, with the special tokens of special_tokens_map.json."""
         tokenizer.no_truncation()
@@ -74,7 +79,9 @@ class ModelTokenizer:
         else:
             source, tool_source = read_template_file(template_file), None
         template = ChatTemplate(source, special_tokens_of(config), tool_source) if source is not None else None
-        return cls(Tokenizer.from_file(str(path)), template, config)
+        if template is not None:
+            template.check()
+        return cls(GuardedTokenizer.from_file(path), template, config)
 
     def special_tokens_in(self, text: str, *, or_added: bool = False) -> list[int]:
         """Return the special tokens in the text. or_added: if there are none, another added token that begins it."""
@@ -101,26 +108,30 @@ class ModelTokenizer:
 
     def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         # encode() holds the GIL; the batch call releases it.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        with _splitting(texts):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool
     ) -> list[EncodedInput]:
         """Return the tokens of texts and pairs of texts by the tokenizer's own template."""
-        num_characters = sum(len(item) if isinstance(item, str) else sum(map(len, item)) for item in items)
+        texts = [text for item in items for text in ((item,) if isinstance(item, str) else item)]
+        num_characters = sum(map(len, texts))
         encode = partial(self._inputs.encode, add_special_tokens=add_special_tokens)
-        if num_characters <= _INLINE_CHARACTERS:
-            return encode(items, truncation)
-        executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
-        return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
+        with _splitting(texts):
+            if num_characters <= _INLINE_CHARACTERS:
+                return encode(items, truncation)
+            executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
+            return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
 
     def located_tokens(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, str, int | None, int | None]]:
         """Return each token's id, its part of the text, and the start and end of that part in characters.
 
         A special token has its own text and no place. Callable from any thread.
         """
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        with _splitting([text]):
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         special = encoding.special_tokens_mask
         return [
             (token_id, token, None, None) if special[index] else (token_id, text[start:stop], start, stop)
@@ -143,6 +154,19 @@ class ModelTokenizer:
             return Detokenizer(self.decode, self._special_ids, self._pieces)
         silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
         return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)
+
+
+@contextlib.contextmanager
+def _splitting(texts: Sequence[str]) -> Iterator[None]:
+    """Raises ApiError if the library gives up: an expression may take too long on a text."""
+    try:
+        yield
+    except LibraryError as error:
+        longest = max(map(len, texts), default=0)
+        reason = str(error).partition(" of `")[0]  # what follows may be the text
+        logger.warning("the tokenizer cannot split texts of up to %d characters: %s", longest, reason)
+        message = f"the model's tokenizer cannot split a text: one of up to {longest} characters; change or shorten it"
+        raise ApiError(ErrorKind.INVALID_VALUE, message) from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
 )
 from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.text.render_budget import INLINE
 
 if TYPE_CHECKING:
     from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -89,6 +90,6 @@ def _render(tokenizer: ModelTokenizer, messages: list[ChatMessage]) -> str:
     if tokenizer.chat_template is None:
         return ""
     try:
-        return tokenizer.chat_template.render(body)
+        return tokenizer.chat_template.render(body, INLINE)
     except TemplateRefusedError:
         return ""

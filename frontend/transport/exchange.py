@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import string
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
-from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for
+from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
 from penstock.frontend.transport.incomplete import client_network
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
     from penstock.frontend.transport.incomplete import IncompleteBodies
     from penstock.shm.client import BackendClient
+
+
+logger = logging.getLogger("penstock.app")
 
 
 @dataclass(slots=True)
@@ -301,6 +305,12 @@ class Exchange(Abortable):
         if self.header(b"expect") is None and not is_slow:
             await self._discard_body()
         await self.send(b"", more=False)
+
+    def unforeseen(self) -> ApiError:
+        """Log the exception that is being handled, a bug of ours. Return what the client learns: only that there was
+        one, and where the log has it."""
+        logger.exception("%s %s of request %s failed", self.method, shorten(self.path), self.request_id)
+        return ApiError(ErrorKind.INTERNAL, f"an internal error occurred in request {self.request_id}")
 
     async def end_events(self, error: ApiError) -> None:
         """End an event stream that has started with an error event."""

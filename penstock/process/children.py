@@ -1,4 +1,5 @@
-"""Children of this process: they end with it; the programs and the entries of /proc that describe them."""
+"""Children of this process: they end with it; the programs and the entries of /proc that describe them; a process that
+waits, with its imports done, to take the place of one that has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ import ctypes
 import os
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -38,3 +45,70 @@ def stat_fields(pid: int) -> list[str]:
         raise ProcessLookupError(f"no process {pid}") from None
     # The command's name, in parentheses, may contain anything. The state follows the last parenthesis.
     return stat.rpartition(")")[2].split()
+
+
+_GO = b"\1"
+_AGAIN_AFTER_S = 60.0
+
+
+@dataclass(slots=True)
+class Standby:
+    """The standby process of one child, if there is one. Only the supervisor's thread uses it."""
+
+    process: subprocess.Popen[bytes] | None = None
+    _gate: int = -1
+    _not_before_s: float = 0.0
+
+    def start(self, spawn: Callable[[int], subprocess.Popen[bytes]], now_s: float) -> None:
+        """Start a standby if there is none.
+
+        spawn starts the process, which may continue once it reads a byte from the fd. Raises OSError. After a failure,
+        or after a standby that ended by itself, the next attempt comes a minute later.
+        """
+        if self.process is not None and self.process.poll() is None:
+            return
+        if self.process is not None:
+            self.drop()
+            self._not_before_s = now_s + _AGAIN_AFTER_S
+        if now_s < self._not_before_s:
+            return
+        self._not_before_s = now_s + _AGAIN_AFTER_S
+        turn, self._gate = os.pipe()
+        try:
+            self.process = spawn(turn)
+        except BaseException:
+            os.close(self._gate)
+            raise
+        finally:
+            os.close(turn)
+        self._not_before_s = 0.0
+
+    def take(self) -> subprocess.Popen[bytes] | None:
+        """Let the standby continue and return it; None if there is none."""
+        process = self.process
+        if process is None or process.poll() is not None:
+            return None
+        self.process = None
+        try:
+            os.write(self._gate, _GO)
+        except BrokenPipeError:  # it has just ended
+            process.wait()
+            return None
+        finally:
+            os.close(self._gate)
+        return process
+
+    def drop(self) -> None:
+        """End the standby."""
+        if self.process is not None:
+            os.close(self._gate)
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+def wait_for_turn(fd: int) -> bool:
+    """Block until this process may continue. False if it is no longer needed. Closes the fd."""
+    turn = os.read(fd, 1)  # Python repeats it after a signal whose handler returns
+    os.close(fd)
+    return turn == _GO

@@ -12,10 +12,15 @@ import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+_MAX_FRAMES = 12
+_MAX_REASON = 500
 
 
 class LineHandler(logging.Handler):
@@ -100,7 +105,22 @@ class RareLine:
         self._next_s, self._num_left_out = now_s + self._EVERY_S, 0
 
 
-class _JsonFormatter(logging.Formatter):
+class _LineFormatter(logging.Formatter):
+    """Writes each record in one line."""
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        """Fold the traceback's last frames, outermost first, and the exception."""
+        kind, error, frames = ei
+        shown = traceback.extract_tb(frames)[-_MAX_FRAMES:]
+        where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
+        reason = repr(one_line("".join(traceback.format_exception_only(kind, error)))[:_MAX_REASON])[1:-1]
+        return f"Traceback (most recent call last): {where}: {reason}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " | ".join(super().format(record).splitlines())
+
+
+class _JsonFormatter(_LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": record.created, "level": record.levelname, "logger": record.name}
         fields = getattr(record, "fields", None)
@@ -113,7 +133,7 @@ class _JsonFormatter(logging.Formatter):
 def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
     """Send all logging of this process to fd, as text or as one JSON object per line. The caller closes the handler."""
     handler = LineHandler(fd)
-    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+    text = _LineFormatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     handler.setFormatter(_JsonFormatter() if as_json else text)
     root = logging.getLogger()
     root.handlers = [handler]

@@ -15,9 +15,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.process.children import stop_with_parent
+from penstock.process.children import Standby, stop_with_parent
 from penstock.process.heartbeat import HangWatch
-from penstock.process.standby import Standby
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

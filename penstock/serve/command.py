@@ -79,8 +79,10 @@ def shown_models(listed: bytes | None, otherwise: str) -> tuple[ShownModel, ...]
 
 
 def all_described(listed: bytes) -> bool:
-    """Whether the answer of /v1/models describes all models that are awake: workers read their files first."""
-    return all("capabilities" in model or model["state"] != "awake" for model in json.loads(listed)["data"])
+    """Whether the answer of /v1/models describes all models that are awake, or why not: workers read their files
+    first."""
+    models = json.loads(listed)["data"]
+    return all("capabilities" in model or model["state"] != "awake" or model["last_error"] for model in models)
 
 
 def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:

@@ -25,6 +25,7 @@ from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
+from penstock.process.native_libraries import GuardedTokenizer
 from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
@@ -278,7 +279,7 @@ def served_model(
     tokenizer: Tokenizer = TOKENIZER,
     parsers: ParserNames = ParserNames(),  # noqa: B008 - frozen
 ) -> ServedModel:
-    loaded = ModelTokenizer(tokenizer, compiled_template(template))
+    loaded = ModelTokenizer(GuardedTokenizer(tokenizer), compiled_template(template))
     client: Any = backend or FakeBackend(model=card)
     return ServedModel(card, loaded, client, model_syntax_of(loaded, parsers))
 

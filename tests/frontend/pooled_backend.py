@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, processors
 from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from penstock.shm.client import FailureCode, Finish, PooledFailed, PooledRequest, PooledResult
 from penstock.shm.messages import ModelCard, PooledWidth
 from tests.frontend.harness import FakeBackend, byte_level_tokenizer, model_card, model_keeper
@@ -127,7 +128,8 @@ def encoder(backend: PooledBackend, pooling: PoolingFiles = PoolingFiles()) -> M
     assert backend.model is not None
     client: Any = backend
     return model_keeper(
-        backend, ServedModel(backend.model, ModelTokenizer(ENCODER_TOKENIZER, None), client, pooling=pooling)
+        backend,
+        ServedModel(backend.model, ModelTokenizer(GuardedTokenizer(ENCODER_TOKENIZER), None), client, pooling=pooling),
     )
 
 

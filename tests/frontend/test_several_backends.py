@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,8 @@ from penstock.frontend.settings import WorkerLimits, WorkerSettings
 from penstock.frontend.worker import served_models
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import ModelCard, PooledWidth
-from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, model_keeper
+from tests.frontend.harness import ClientConnection, FakeBackend, make_app, model_card, model_keeper, save_model_files
+from tests.serve.test_command_line import PANICKING
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -155,3 +158,34 @@ async def test_a_path_that_is_named_twice_is_one_backend() -> None:
     assert models.in_order("generate")[0] is models.generation
     alone = served_models(WorkerSettings(**fields | {"embedding_socket_path": "/x/a"}))
     assert alone.keepers == (alone.generation,)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("tokenizer.json", PANICKING, "Precompiled: "),
+        ("chat_template.jinja", "{{ 9 ** (9 ** 9) }}", "line 1: a power has more than the limit of 4096 bits"),
+    ],
+)
+async def test_model_with_damaged_texts_is_503_with_the_reason_and_the_other_is_served(
+    llm: FakeBackend, tmp_path: Path, file: str, content: str, reason: str
+) -> None:
+    save_model_files(tmp_path)
+    (tmp_path / file).write_text(content)
+    damaged = FakeBackend(model=model_card(model_id="damaged", model_dir=str(tmp_path)))
+    client: Any = damaged
+    keeper = ModelKeeper(client, name="damaged")
+    connection = ClientConnection(make_app(llm, models=ServedModels(model_keeper(llm), others=[keeper])))
+    watching = asyncio.create_task(keeper.watch())
+    refused = await connection.post(CHAT, {**HI, "model": "damaged"})
+    assert (refused.status, refused.error["code"], "retry-after" in refused.headers) == (
+        503,
+        "backend_unavailable",
+        True,
+    )
+    assert refused.error["message"].startswith("the model cannot be used: ")
+    assert reason in refused.error["message"]
+    assert (await connection.post(CHAT, {**HI, "model": "llm"})).status == 200
+    listed = {model["id"]: model for model in (await connection.request("GET", "/v1/models")).json()["data"]}
+    assert reason in listed["damaged"]["last_error"]
+    watching.cancel()

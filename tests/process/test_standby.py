@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.process.standby import Standby
+from penstock.process.children import Standby
 
 
 def test_attempts_after_a_failure_or_an_end_are_a_minute_apart() -> None:

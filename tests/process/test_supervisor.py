@@ -275,7 +275,7 @@ def test_exit_right_after_all_is_up_leads_to_a_restart(
 STANDBY = (
     SAY
     + """
-from penstock.process.standby import wait_for_turn
+from penstock.process.children import wait_for_turn
 if len(sys.argv) > 1:
     say('waits')
     if not wait_for_turn(int(sys.argv[2])):

@@ -58,6 +58,13 @@ def test_option_of_another_server_is_answered_by_its_meaning(
     assert expected in line
 
 
+PANICKING = (
+    '{"model": {"type": "BPE", "vocab": {}, "merges": []},'
+    ' "normalizer": {"type": "Precompiled", "precompiled_charsmap": "////"}}'
+)
+"""A tokenizer.json of which the library panics."""
+
+
 def test_answers_name_options_that_exist_and_never_answer_one_of_ours() -> None:
     named = {name for answer in ANSWER_OF.values() for name in re.findall(r"--[a-z-]+", answer)}
     assert named <= OURS
@@ -92,6 +99,8 @@ def test_model_is_taken_without_an_option(monkeypatch: pytest.MonkeyPatch, capsy
     [
         ("tokenizer.json", None, "no tokenizer.json in {}; copy it there"),
         ("tokenizer.json", "{}", "the tokenizer of the model {} cannot be used"),
+        ("tokenizer.json", PANICKING, "the tokenizer of the model {} cannot be used: Precompiled"),
+        ("chat_template.jinja", "{{ 9 ** (9 ** 9) }}", "line 1: a power has more than the limit of 4096 bits"),
         ("tokenizer.model", "no model", "{}/tokenizer.model: it cannot be used"),
         ("chat_template.jinja", "{% if %}", "the chat template has a syntax error in line 1"),
     ],
@@ -138,6 +147,7 @@ def test_hub_model_without_a_tokenizer_is_noticed_before_its_weights_are_downloa
         (None, "cannot be read: No such file"),
         (b"\xff\xfe", "is not text in UTF-8"),
         (b"{% for %}", "syntax error in line 1"),
+        (b"{{ 'x' * 3000000000 }}", "line 1: it takes more than the limit of 2"),
     ],
 )
 def test_unusable_chat_template_file_is_one_line(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.quoting.history import QuoteErrors
+from penstock.backend.engine.quoting.quote_queue import QuoteQueue
 from penstock.backend.engine.quoting.quoter import Quoter
 from penstock.backend.engine.requests.cancellation import Canceller
 from penstock.backend.engine.requests.handling import RequestHandling
@@ -30,6 +31,7 @@ from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
+    from tests.simulation.workload import Setup
     from tests.simulation.world import World
 
 
@@ -53,22 +55,32 @@ class JudgedGrace(RestartGrace):
         return due
 
 
+def _loaded_adapters(world: World) -> tuple[str, ...]:
+    """All in any order, or all but one."""
+    adapters = tuple(world.more_rng.sample(world.setup.adapters, len(world.setup.adapters)))
+    return adapters[1:] if adapters and world.more_rng.random() < 0.3 else adapters
+
+
+def _pass_sizes(setup: Setup, adapters: tuple[str, ...]) -> PassSizes:
+    return PassSizes(
+        setup.num_pages,
+        setup.num_host_pages,
+        setup.page_size,
+        setup.max_running,
+        setup.max_batch_tokens,
+        runs_ahead=setup.runs_ahead,
+        keeps_state=setup.keeps_state,
+        adapters=adapters,
+    )
+
+
 class Backend:
     """One backend process from start to death."""
 
     def __init__(self, world: World) -> None:
         setup = world.setup
-        self.forward_pass = setup.model.new_pass(
-            PassSizes(
-                setup.num_pages,
-                setup.num_host_pages,
-                setup.page_size,
-                setup.max_running,
-                setup.max_batch_tokens,
-                runs_ahead=setup.runs_ahead,
-                keeps_state=setup.keeps_state,
-            )
-        )
+        self.adapters = _loaded_adapters(world)
+        self.forward_pass = setup.model.new_pass(_pass_sizes(setup, self.adapters))
         self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.board = BackendBoard.create()
@@ -84,10 +96,12 @@ class Backend:
             kv_windows=self.forward_pass.spec.kv_windows,
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
-        limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled)
+        adapters = {name: self.adapters.index(name) for name in self.adapters}
+        limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled, adapters=adapters)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCache(self.compile_pool), lambda: None, setup.max_waiting)
         table = RequestTable(self.scheduler, self.board, self.grammar_queue, JudgedGrace(world))
+        table.quote_queue = QuoteQueue(max_quotes=2)
         step_timing, quote_errors = StepTiming(), QuoteErrors(self.board, world.clock)
         delivery = FaultyDelivery(world, self.link, self.board, table, quote_errors)
         cache = VectorCache(setup.vector_cache_bytes) if setup.vector_cache_bytes else None
@@ -102,7 +116,7 @@ class Backend:
             self.link,
             self.executor,
             self.scheduler,
-            FaultyBuilder(world, setup.max_running, -(-setup.context // setup.page_size)),
+            FaultyBuilder(world, -(-setup.context // setup.page_size), has_adapters=bool(self.adapters)),
             self.requests,
             self.board,
             world.clock,
@@ -118,6 +132,8 @@ class Backend:
         """Pages that later sequences took before each sequence that did not fit."""
         self.since: dict[Sequence, int] = {}
         """Tick in which each sequence was created."""
+        self.owners: dict[bytes, tuple[object, object]] = {}
+        """Salt of a sequence → the tenant's salt and the adapter, or the name of a request with embeddings."""
         self.broken: set[object] = set()
         """Sequences and (frontend, request id) on which the engine failed. They may end with a failure."""
         self.first_failed_tick: dict[int, int] = {}

@@ -16,6 +16,7 @@ import numpy as np
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     FROM_SLOT,
+    NO_ADAPTER,
     NOT_FINITE,
     PassSpec,
     SamplingParams,
@@ -48,11 +49,17 @@ class PassSizes:
     max_batch_tokens: int
     runs_ahead: bool
     keeps_state: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 def mix(state: int, value: int) -> int:
     state = (state ^ value) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019 & _MASK
     return state ^ state >> 29
+
+
+def flavour_of(adapter: str) -> int:
+    """What an adapter does to each cell: 0 for the model alone."""
+    return mix(ROOT, ord(adapter)) if adapter else 0
 
 
 class SlotState:
@@ -132,7 +139,10 @@ class ChainPass:
             scores_prompts=True,
             state_bytes_per_sequence=8 * sizes.keeps_state,
             pooled={"embed": len(make_vector(ROOT))},
+            adapter_ranks=(1,) * len(sizes.adapters),
         )
+        self._flavours = [*map(flavour_of, sizes.adapters), 0]
+        """By adapter; the last one is NO_ADAPTER's."""
         self._num_pages = sizes.num_pages
         self._page_size = sizes.page_size
         self._max_running = sizes.max_running
@@ -167,6 +177,7 @@ class ChainPass:
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
         ends, written = [], set[int]()
+        adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
             position, pages = contexts[row], table[row]
@@ -178,7 +189,7 @@ class ChainPass:
                 if token == FROM_SLOT:
                     token = self._slots[slot].last_token
                 if cell >= 0:
-                    cell = mix(cell, token)
+                    cell = mix(cell ^ self._flavours[adapters[row]], token)
                     cell ^= nonsense
                 page = pages[position // page_size]
                 mine.add(page)

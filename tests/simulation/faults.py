@@ -78,8 +78,8 @@ class FaultyScheduler(Scheduler):
 
 
 class FaultyBuilder(BatchBuilder):
-    def __init__(self, world: World, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, world: World, max_pages: int, *, has_adapters: bool) -> None:
+        super().__init__(world.setup.max_running, max_pages, has_adapters=has_adapters)
         self._world = world
 
     def build(self, plan: Plan) -> StepBatch:

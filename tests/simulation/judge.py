@@ -61,6 +61,8 @@ class Judge:
         state = "of nothing open"
         if self._world.backend.grammar_queue.find(epoch, request_id) is not None:
             state = "while compiling"
+        elif self._world.backend.requests.table.quote_queue.find(epoch, request_id) is not None:
+            state = "while waiting for a quote"
         elif opened is not None:
             sequence = self._world.backend.sequence_of(epoch, request_id)
             if len(sequence.subscribers) > 1:
@@ -98,7 +100,8 @@ class Judge:
         backend.firsts.discard(sequence)
         self._world.covered["admitted before newcomers"] += is_first and len(firsts) < len(queued)
         if not was_passed and (is_first or firsts):
-            if not is_first or any(places[other] < places[sequence] for other in firsts):
+            # Of different tenants, those admitted at the same time have no order.
+            if not is_first or any(places[other][:2] < places[sequence][:2] for other in firsts):
                 raise Violation("a sequence is admitted before one that ran in an earlier backend")
         elif not was_passed:
             # Requests take turns: an input that is not the first of its request may be passed by others.
@@ -164,6 +167,11 @@ class Judge:
                 self._world.covered["refused over its share"] += most < 2 * limit
             case FailureCode.SHUTTING_DOWN:
                 allowed = backend.is_draining
+            case FailureCode.NO_ADAPTER:
+                allowed = bool(ask.adapter) and ask.adapter not in backend.adapters
+            case FailureCode.TOO_LATE:
+                quote, deadline_s = opened.quote, opened.deadline_s
+                allowed = ask.refuses_late and not ask.admitted_ns and quote is not None and deadline_s is not None
             case FailureCode.BAD_TOKEN | FailureCode.CONTEXT_TOO_LONG | FailureCode.BAD_GRAMMAR:
                 allowed = ask.finish is Finish.REJECTED
             case FailureCode.INTERNAL:  # its grammar kills the compilers
@@ -200,7 +208,9 @@ class Judge:
     def judge_turn(self) -> None:
         backend = self._world.backend
         open_in_engine = {(f, i) for f, by_id in backend.requests.table._by_frontend.items() for i in by_id}
-        open_in_engine |= backend.grammar_queue._waiting.keys()
+        quote_queue = backend.requests.table.quote_queue
+        self._world.covered["quoted in a later turn"] += quote_queue.num_waiting
+        open_in_engine |= backend.grammar_queue._waiting.keys() | quote_queue._waiting.keys()
         if open_in_engine != backend.link.open.keys():
             raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
         is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running.sequences)
@@ -211,11 +221,12 @@ class Judge:
         for (frontend, request_id), opened in backend.link.open.items():
             if opened.deadline_s is not None and opened.deadline_s <= self._world.now_s:
                 raise Violation(f"{opened.ask} is open after its deadline")
-            if backend.grammar_queue.find(frontend, request_id) is not None:
-                continue
+            if backend.requests.table.find(frontend, request_id) is None:
+                continue  # it waits for its grammar or its quote
             sequence, subscriber = backend.requests.table._by_frontend[frontend][request_id]
-            if (sequence.salt == opened.ask.salt) != (opened.embeddings is None):
-                raise Violation(f"{opened.ask} subscribes to a sequence of another tenant")
+            owner = (opened.ask.salt, opened.ask.adapter) if opened.embeddings is None else (frontend, request_id)
+            if backend.owners.setdefault(sequence.salt, owner) != owner:
+                raise Violation(f"{opened.ask} subscribes to a sequence of another tenant or adapter")
             if sequence.order < 0:
                 continue  # it is held, and receives nothing yet
             if opened.next_index != len(sequence.tokens) - len(opened.ask.prompt) and subscriber.next_index <= len(

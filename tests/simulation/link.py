@@ -12,6 +12,7 @@ import msgspec
 from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
+    AskQuote,
     EventLogprobs,
     Failure,
     FailureCode,
@@ -21,7 +22,10 @@ from penstock.shm.messages import (
     Pooled,
     Progress,
     PromptHeader,
+    Quote,
+    QuoteTerms,
     Started,
+    StreamRecord,
     VectorPart,
 )
 from penstock.tools.engine_rig import DroppingLink
@@ -81,19 +85,21 @@ class Frontend:
             "priority": ask.priority,
             "timeout_ms": timeout_ms,
             "admitted_ns": ask.admitted_ns,
+            "adapter": ask.adapter,
         }
         message: PromptHeader
         if ask.vector is not None:
             message = Pool(pooled=Pooled("embed", group=ask.group), **header)
         else:
-            message = Generate(
-                max_tokens=ask.max_tokens,
-                sampling=ask.sampling,
-                stop_token_ids=ask.stop_ids,
-                constraints=ask.constraints,
-                num_prompt_logprobs=ask.num_prompt_logprobs,
-                **header,
-            )
+            header |= {
+                "max_tokens": ask.max_tokens,
+                "sampling": ask.sampling,
+                "stop_token_ids": ask.stop_ids,
+                "constraints": ask.constraints,
+                "num_prompt_logprobs": ask.num_prompt_logprobs,
+            }
+            terms = QuoteTerms(num_choices=1 + ask.number % 3) if ask.is_question or ask.refuses_late else None
+            message = AskQuote(terms=terms, **header) if ask.is_question else Generate(refuse_late=terms, **header)
         if ask.is_embedded and not ask.got:
             prompt: Any = LentPrompt(ask.prompt)
             self.wire.append(Submission(self.epoch, message, b"", embeddings=prompt))
@@ -136,6 +142,7 @@ class Open:
     """The engine has taken it in; it can no longer be refused."""
     embeddings: Any = None
     """Its `LentPrompt`, if it has one."""
+    quote: Quote | None = None
 
     def end_loan(self) -> None:
         if self.embeddings is not None:
@@ -227,6 +234,16 @@ class SimulatedLink(DroppingLink):
         self._world.covered["vectors computed again"] += opened.ask.num_lives > 1
         self.push(frontend, request_id, NO_TOKEN, Finish.STOP)
 
+    def push_answer(self, frontend: int, answer: Quote | StreamRecord) -> None:
+        if not isinstance(answer, Quote):
+            raise Violation("nobody asks about streams")
+        self.open[frontend, answer.request_id].quote = answer
+        known = (answer.first_token_s, answer.finish_s, answer.latest_finish_s)
+        times = [0.0, *(time_s for time_s in known if time_s is not None)]
+        if times != sorted(times):
+            raise Violation(f"a quote contradicts itself: {answer}")
+        self._world.covered["quoted"] += len(times) > 1
+
     def announce_room(self, frontend: int) -> None:
         self._world.covered["room announced"] += 1
 
@@ -274,6 +291,9 @@ class SimulatedLink(DroppingLink):
             case Finish.EXPIRED:
                 if opened.deadline_s is None or opened.deadline_s > world.now_s:
                     raise Violation(f"{ask} expires too soon")
+            case Finish.QUOTED:
+                if not ask.is_question or opened.quote is None:
+                    raise Violation(f"{ask} ends with the quote {opened.quote}")
             case Finish.FAILED if failure is not None and failure.code == FailureCode.BAD_GRAMMAR:
                 world.covered["ended by its grammar"] += 1
                 if ask.finish is not Finish.FAILED or opened.next_index != len(ask.expected):

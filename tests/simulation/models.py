@@ -16,7 +16,16 @@ from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, T
 from penstock.backend.passes.fake import FakePass
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.fake_passes import WindowedFakePass
-from tests.simulation.chain_pass import ROOT, ChainPass, PassSizes, SlotState, make_logprobs, make_vector, mix
+from tests.simulation.chain_pass import (
+    ROOT,
+    ChainPass,
+    PassSizes,
+    SlotState,
+    flavour_of,
+    make_logprobs,
+    make_vector,
+    mix,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,11 +52,13 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
+    def stream(
+        self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None, adapter: str = ""
+    ) -> Stream:
         """The count tokens after the prompt."""
         ...
 
-    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+    def score(self, prompt: list[int], adapter: str = "") -> list[EventLogprobs]:
         """Log probabilities of the prompt's tokens but the first; the event of each is its index."""
         ...
 
@@ -58,10 +69,11 @@ class Model(Protocol):
 class ChainModel:
     vocab_size: int
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
-        cell = ROOT
-        for token in prompt:
-            cell = mix(cell, token)
+    def stream(
+        self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None, adapter: str = ""
+    ) -> Stream:
+        flavour = flavour_of(adapter)
+        cell = _cell_after(prompt, flavour)
         slot = SlotState(sampling, prompt, len(prompt))
         stream = Stream()
         while len(stream.tokens) < count:
@@ -72,25 +84,29 @@ class ChainModel:
             token = slot.choose(cell, len(prompt) + len(stream.tokens), self.vocab_size, allowed)
             stream.tokens.append(token)
             stream.logprobs.append(make_logprobs(cell, token, self.vocab_size))
-            cell = mix(cell, token)
+            cell = mix(cell ^ flavour, token)
         return stream
 
-    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+    def score(self, prompt: list[int], adapter: str = "") -> list[EventLogprobs]:
         scores, cell = [], ROOT
         for index, (token, following) in enumerate(pairwise(prompt), start=1):
-            cell = mix(cell, token)
+            cell = mix(cell ^ flavour_of(adapter), token)
             scores.append(make_logprobs(cell, following, self.vocab_size, index))
         return scores
 
-    def vector(self, prompt: list[int]) -> list[float]:
+    def vector(self, prompt: list[int], adapter: str) -> list[float]:
         """The vector of a pooled request."""
-        cell = ROOT
-        for token in prompt:
-            cell = mix(cell, token)
-        return make_vector(cell)
+        return make_vector(_cell_after(prompt, flavour_of(adapter)))
 
     def new_pass(self, sizes: PassSizes) -> ChainPass:
         return ChainPass(self.vocab_size, sizes)
+
+
+def _cell_after(prompt: list[int], flavour: int) -> int:
+    cell = ROOT
+    for token in prompt:
+        cell = mix(cell ^ flavour, token)
+    return cell
 
 
 class _HashPass(FakePass):
@@ -108,15 +124,17 @@ class _WindowedHashPass(_HashPass, WindowedFakePass):
 
 @dataclass
 class HashModel:
-    """The fake pass with the real sampler. It is slow, so few seeds use it."""
+    """The fake pass with the real sampler, without adapters. It is slow, so few seeds use it."""
 
     vocab_size: int
     has_window: bool = False
 
-    def stream(self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None) -> Stream:
+    def stream(
+        self, prompt: list[int], sampling: SamplingParams, count: int, rules: Rules | None = None, _adapter: str = ""
+    ) -> Stream:
         return self._stream(prompt, sampling, count, rules.allowed if rules is not None else None)
 
-    def score(self, prompt: list[int]) -> list[EventLogprobs]:
+    def score(self, prompt: list[int], _adapter: str = "") -> list[EventLogprobs]:
         forced = self._stream(
             prompt[:1], SamplingParams(temperature=0.0), len(prompt) - 1, lambda done: {prompt[1 + len(done)]}
         )

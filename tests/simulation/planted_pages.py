@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
 from penstock.backend.sequences.sequence import Sequence
+from penstock.shm.messages import PromptHeader
 from tests.simulation.planting import Plant, wrap
 
 if TYPE_CHECKING:
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
 def _gives_back_twice(give_back: Any, pool: PagePool, pages: list[int]) -> None:
     give_back(pool, pages)
     give_back(pool, [page for page in pages if pool.num_holders(page)])
+
+
+def _adapters_are_late(adapters_of: Any, builder: BatchBuilder, slots: Any) -> Any:
+    """Only slots that had no adapter before are told of a new one."""
+    if builder._adapters is not None:
+        seen = vars(builder).setdefault("seen", {})
+        for slot in slots.tolist():
+            builder._adapters[slot] = seen.setdefault(slot, builder._adapters[slot])
+    return adapters_of(builder, slots)
 
 
 def _names_pages_when_planned(plan_step: Any, scheduler: Scheduler) -> Plan:
@@ -102,10 +113,24 @@ def _page_copies_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: lis
     return result
 
 
-def _sources_can_be_evicted(start: Any, running: RunningSequences, *args: Any, **options: Any) -> None:
+def _sources_are_not_pinned(
+    start: Any,
+    running: RunningSequences,
+    sequence: Sequence,
+    prefix: Prefix,
+    *args: Any,
+    are_idle: bool,
+    **options: Any,
+) -> None:
+    """Sources that are idle, or those that a sequence holds."""
+    pin, num_pinned = PagePool.pin, len(running._copy_sources)
+    is_spared = prefix.copy_source >= 0 and running.pool.is_idle(prefix.copy_source) == are_idle
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PagePool, "is_idle", lambda _pool, _page: False)
-        start(running, *args, **options)
+        if is_spared:
+            patch.setattr(PagePool, "pin", lambda pool, page: None if page == prefix.copy_source else pin(pool, page))
+        start(running, sequence, prefix, *args, **options)
+    if is_spared:
+        del running._copy_sources[num_pinned:]
 
 
 def _suspect_parts_are_kept(invalidate: Any, prefixes: PrefixCache, salt: bytes) -> None:
@@ -186,7 +211,16 @@ PAGE_BUGS: dict[str, Plant] = {
     ),
     "pages with bad logits stay on the host": wrap(HostOffload, "invalidate_tenant", lambda *_: None),
     "a page copy outlives its row": wrap(Plan, "keep", _page_copies_stay_when_their_row_is_dropped),
-    "a page is evicted while it is to be copied": wrap(RunningSequences, "start", _sources_can_be_evicted),
+    "a page is evicted while it is to be copied": wrap(
+        RunningSequences, "start", partial(_sources_are_not_pinned, are_idle=True)
+    ),
+    "a preempted sequence gives up a page that is to be copied": wrap(
+        RunningSequences, "start", partial(_sources_are_not_pinned, are_idle=False)
+    ),
+    "adapters share pages": lambda patch: patch.setattr(
+        PromptHeader, "own_salt", property(lambda message: message.salt)
+    ),
+    "a slot keeps the adapter of its previous sequence": wrap(BatchBuilder, "_adapters_of", _adapters_are_late),
     "partial pages with bad logits stay findable": wrap(PrefixCache, "invalidate_tenant", _suspect_parts_are_kept),
     "a failed step counts as computed": wrap(Scheduler, "bisect", _tries_without_going_back),
     "a page found again can still be evicted": wrap(PagePool, "hold", _evicts_what_is_held),

@@ -158,7 +158,7 @@ REQUEST_BUGS: dict[str, Plant] = {
     ),
     "resumed requests that are behind start a sequence of their own": wrap(Coalescer, "find_longer", lambda *_: None),
     "resumed requests wait in the order in which they arrive": lambda patch: patch.setattr(
-        Sequence, "turn", property(lambda sequence: (sequence.rank, 0, sequence.order))
+        Sequence, "turn", property(lambda sequence: (sequence.rank, 0, sequence.round, sequence.order))
     ),
     "newcomers go before what had run": lambda patch: patch.setattr(Sequence, "has_run_before", False),
     "one tenant fills the queue for all": lambda patch: patch.setattr(

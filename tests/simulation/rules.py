@@ -39,6 +39,12 @@ def _follows(text: str, history: Sequence[int], vocab_size: int) -> set[int] | N
     return {token for token in range(vocab_size) if (token * 7 + before * 5 + seed) % 3} or {0}
 
 
+def _accepts(text: str, history: Sequence[int]) -> bool:
+    """Whether what was written is a whole text of the grammar, after which a stop token may come."""
+    seed, _ = map(int, text.split())
+    return (seed + len(history) + sum(history[-1:])) % 3 == 0
+
+
 @dataclass
 class Rules:
     """The oracle of `penstock.backend.structured_output.constraints`. It has no state: tokens so far decide
@@ -62,7 +68,10 @@ class Rules:
             left &= following or set()
             if not left:
                 return None
-        if len(generated) < constraints.min_tokens or begun is None:
+        may_stop = len(generated) >= constraints.min_tokens and begun is not None
+        if constraints.grammar is not None and begun is not None:
+            may_stop &= _accepts(constraints.grammar.text, generated[begun:])
+        if not may_stop:
             left = left - self.stop_ids or left
         ends = {
             run[-1] for run in constraints.bad_words if generated[len(generated) - len(run) + 1 :] == list(run[:-1])
@@ -109,6 +118,9 @@ class SimulatedMatcher:
             return
         bits = sum(1 << token for token in following)
         ctypes.memmove(pointer, bits.to_bytes(num_bytes, "little"), num_bytes)
+
+    def is_accepting(self) -> bool:
+        return _accepts(self._text, self._history)
 
     def is_error(self) -> bool:
         return bool(self._error)

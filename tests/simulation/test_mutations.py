@@ -15,13 +15,14 @@ from tests.simulation.world import run_seed
 _MAX_SEEDS = 2000
 _PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS | VECTOR_BUGS
 _FIRST_SEEDS = {
+    "a preempted sequence gives up a page that is to be copied": 100,
     "constraints are not rewound": 250,
     "page saves are lost with a plan that cannot be built": 210,
-    "page saves are lost with a step without rows": 120,
+    "page saves are lost with a step without rows": 500,
     "partial pages with bad logits stay findable": 5200,
     "pages with bad logits stay on the host": 320,
     "the grammar of a resumed stream starts over": 140,
-    "different seeds share a sequence": 140,
+    "different seeds share a sequence": 580,
     "resumed requests that are behind start a sequence of their own": 130,
     "embeddings stay behind when a row before theirs is dropped": 130,
     "pages with bad logits stay findable": 110,
@@ -35,7 +36,7 @@ _FIRST_SEEDS = {
     "tokens are computed for a subscriber that has left": 15,
     "deadlines are ignored in the grammar queue": 15,
     "rows that build on a failed step are launched": 90,
-    "a page restore outlives its row": 90,
+    "a page restore outlives its row": 650,
     "what was scored before a preemption is scored again": 65,
     "scored tokens stay where they were when a row is dropped": 55,
     "a page copy outlives its row": 55,

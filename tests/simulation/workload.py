@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _HASH_MODEL_EVERY = 32
 _STATE_EVERY = 8
 _POOLED_EVERY = 8
+_WIDE, _WITH_ADAPTERS, _WITH_QUOTES = (1, 6), (2, 6), (1, 7)
+"""Worlds by seed modulo 8: many sequences run, requests have adapters, or ask for quotes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +42,7 @@ class Ask:
     timeout_ms: int
     constraints: Constraints | None
     num_prompt_logprobs: int
+    adapter: str
     is_embedded: bool
     """The prompt is submitted as embeddings until the first token is received."""
     expected: list[int]
@@ -61,6 +64,10 @@ class Ask:
     """The vector that a pooled request must receive, instead of tokens."""
     group: int = 0
     """The same number for all inputs of a client's request; 0 if it has one."""
+    is_question: bool = False
+    """It asks for a quote only."""
+    refuses_late: bool = False
+    """It is refused if it would be late."""
     engine_error: str = ""
     """The place at which the engine fails on it; see `faults`."""
 
@@ -105,6 +112,9 @@ class Setup:
     pooled_rate: float = 0.0
     group_rate: float = 0.0
     vector_cache_bytes: int = 0
+    adapters: tuple[str, ...] = ()
+    """Each backend has most of them, in its own order."""
+    quote_rate: float = 0.0
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -166,7 +176,43 @@ class Setup:
             weights={bytes([number]): rng.choice((0.5, 1.0, 1.0, 4.0)) for number in range(rng.randint(1, 3))},
         )
 
-    def draw_ask(self, rng: Random, number: int, like: Ask | None = None) -> Ask:
+    def draw_more(self, rng: Random, seed: int) -> None:
+        """Some worlds have more sequences, which copy from each other's partial pages, some adapters, some quotes."""
+        is_chain = isinstance(self.model, ChainModel)
+        if seed % 8 in _WIDE and is_chain:
+            self.max_running, self.page_size = rng.randint(6, 12), rng.choice((4, 8, 16, 16))
+            self.num_pages = self.max_running * rng.choice((2, 3))
+            self.context = min(self.num_pages * self.page_size, 40)
+            self.max_batch_tokens = 24
+            stem = [rng.randrange(self.model.vocab_size) for _ in range(min(self.page_size, 9) - 1)]
+            self.prompts = [
+                [*stem[: rng.randint(1, len(stem))], rng.randrange(self.model.vocab_size)] for _ in range(6)
+            ]
+            if self.page_size == 16:
+                self._saturate(rng, stem)
+            self.weights = {bytes([number]): 1.0 for number in range(rng.randint(2, 3))}
+            self.num_asks = 60
+            self.rates |= {"submit": 0.8, "burst": 0.5}
+        if seed % 8 in _WITH_ADAPTERS and is_chain:
+            self.adapters = ("a", "b", "c")
+        if seed % 8 in _WITH_QUOTES:
+            self.quote_rate = 0.3
+
+    def _saturate(self, rng: Random, stem: list[int]) -> None:
+        """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the
+        sequence that it preempts, from which another one may copy. Nothing else frees pages."""
+        self.num_pages, self.context, self.num_host_pages = self.max_running, 16, 0
+        self.capacity, self.num_plans_ahead, self.max_park_steps = min(self.capacity, 1), 0, 1
+        self.prompts = [[*stem, rng.randrange(self.model.vocab_size)] for _ in range(4)]
+        quiet = ("cancel", "storm", "frontend death", "restart", "drain", "fault", "engine_error")
+        self.rates |= dict.fromkeys(quiet, 0.0) | {"alike": 0.1}
+
+    def draw_adapter(self, rng: Random, like: Ask | None) -> str:
+        if like is not None and rng.random() < 0.6:
+            return like.adapter
+        return rng.choice(("", *self.adapters))
+
+    def draw_ask(self, rng: Random, number: int, like: Ask | None = None, adapter: str = "") -> Ask:
         """A new request with limits and stop tokens of its own; everything else may be as in `like`."""
         prompt = list(rng.choice(self.prompts))
         if rng.random() < 0.3:
@@ -183,12 +229,12 @@ class Setup:
         is_sound = grammar is None or grammar.text not in UNSOUND
         params, stream = params_of(sampling), Stream()
         if is_sound:
-            stream = self.model.stream(prompt, params, count, self._rules(constraints, ()))
+            stream = self.model.stream(prompt, params, count, self._rules(constraints, ()), adapter)
         stop_ids = tuple(rng.choice(stream.tokens or [0]) for _ in range(rng.choice((0, 0, 0, 1, 2))))
         if stop_ids and rng.random() < 0.2:
             stop_ids = (rng.randrange(self.model.vocab_size),)
         if is_sound and stop_ids and constraints is not None:
-            stream = self.model.stream(prompt, params, count, self._rules(constraints, stop_ids))
+            stream = self.model.stream(prompt, params, count, self._rules(constraints, stop_ids), adapter)
         stops = [index for index, token in enumerate(stream.tokens) if token in stop_ids]
         if stops:
             del stream.tokens[stops[0] + 1 :]
@@ -210,10 +256,11 @@ class Setup:
             timeout_ms=rng.choice((0, 0, 0, 1000 * rng.randint(1, 25))),
             constraints=constraints,
             num_prompt_logprobs=rng.choice((0, 2)) if is_scored else -1,
+            adapter=adapter,
             is_embedded=is_embedded,
             expected=stream.tokens,
             logprobs=stream.logprobs,
-            scores=self.model.score(prompt) if is_scored else [],
+            scores=self.model.score(prompt, adapter) if is_scored else [],
             finish=finish if is_sound else Finish.REJECTED,
         )
 
@@ -226,7 +273,7 @@ class Setup:
     def make_pooled(self, ask: Ask) -> None:
         """Ask for the vector of the prompt instead of tokens after it."""
         if isinstance(self.model, ChainModel):
-            ask.vector, ask.finish, ask.max_tokens = self.model.vector(ask.prompt), Finish.STOP, 1
+            ask.vector, ask.finish, ask.max_tokens = self.model.vector(ask.prompt, ask.adapter), Finish.STOP, 1
             ask.expected, ask.logprobs, ask.scores, ask.stop_ids = [], [], [], ()
             ask.constraints, ask.num_prompt_logprobs, ask.is_embedded = None, -1, False
 

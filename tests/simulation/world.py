@@ -35,9 +35,12 @@ class World:
         self.rng = Random(seed)
         self._pooled_rng = Random(f"pooled {seed}")
         """Not rng: other worlds do not depend on pooled requests."""
+        self.more_rng = Random(f"more {seed}")
+        """The same for adapters and quotes."""
         self.log = log
         self.setup = Setup.draw(self.rng, seed)
         self.setup.draw_pooled(seed)
+        self.setup.draw_more(self.more_rng, seed)
         self.covered: Counter[str] = Counter()
         self.now_s = 0.0
         self.tick = 0
@@ -159,9 +162,12 @@ class World:
         if self.rng.random() < self.setup.rates["alike"]:
             models = [ask for ask in self.asks if ask.ended is None] or self.asks[-4:]
             like = self.rng.choice(models) if models else None
-        ask = self.setup.draw_ask(self.rng, len(self.asks), like)
+        ask = self.setup.draw_ask(self.rng, len(self.asks), like, self.setup.draw_adapter(self.more_rng, like))
         if self._pooled_rng.random() < self.setup.pooled_rate:
             self.setup.make_pooled(ask)
+        elif self.more_rng.random() < self.setup.quote_rate:
+            ask.is_question = self.more_rng.random() < 0.5 and not ask.is_embedded
+            ask.refuses_late = not ask.is_question
         if self.rng.random() < self.setup.rates["engine_error"]:
             ask.engine_error = self.rng.choice(ENGINE_ERRORS)
         return ask
@@ -191,7 +197,7 @@ class World:
         ask.submitted_ns = 1 + int(1e9 * self.now_s)
         self._note(
             f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
-            f"tenant {ask.tenant!r} "
+            f"tenant {ask.tenant!r} adapter {ask.adapter!r} quote {ask.is_question} {ask.refuses_late} "
             f"share {ask.may_share} timeout {ask.timeout_ms} {ask.constraints} scored {ask.num_prompt_logprobs} "
             f"{'embedded ' if ask.is_embedded else ''}"
             f"expects {ask.expected} {ask.finish.name}"

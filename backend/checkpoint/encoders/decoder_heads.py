@@ -24,6 +24,7 @@ from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
+from penstock.process.native_libraries import LibraryError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,12 +101,15 @@ def read_head(model_dir: Path, pooled: PooledDecoder) -> Tensor | None:
 
 
 def _answer_tokens(model_dir: Path, vocab_size: int) -> list[int]:
-    from tokenizers import Tokenizer
+    from penstock.process.native_libraries import GuardedTokenizer
 
     path = model_dir / TOKENIZER_FILE
     if not path.is_file():
         raise StartupError(f"{path} does not exist; a reranker without a head needs it to find its words yes and no")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = GuardedTokenizer.from_file(path)
+    except LibraryError as error:
+        raise StartupError(f"{path} cannot be used: {error}") from None
     tokens = []
     for word in ANSWERS:
         token = tokenizer.token_to_id(word)

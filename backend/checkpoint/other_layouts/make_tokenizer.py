@@ -20,6 +20,7 @@ from penstock.backend.checkpoint.other_layouts.directory import FILES_OF_CLASSES
 from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken, convert_tiktoken, is_rank_file
 from penstock.backend.checkpoint.other_layouts.sentencepiece_file import convert_sentencepiece, read_normalizer
 from penstock.backend.errors import StartupError
+from penstock.process.native_libraries import guarded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +58,7 @@ def main(source: Path, target: Path) -> str | None:
     """Return what is wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     try:
-        for name, text in make_files(source).items():
+        for name, text in guarded(make_files)(source).items():
             (target / name).write_text(text, encoding="utf-8")
     except ModuleNotFoundError as error:
         return f"it needs {error.name}: pip install 'penstock[tokenizers]'"

@@ -104,13 +104,11 @@ def convert_tiktoken(
 def convert_tekken(path: Path) -> dict[str, Any]:
     """The tokenizer.json. Raises ImportError for a file that does not list its special tokens, if mistral-common, which
     knows them, is missing."""
-    from tokenizers import processors
     from transformers.integrations.mistral.tokenizer import MistralConverter
 
+    from penstock.process.native_libraries import begin_texts_with
+
     tokenizer = MistralConverter(str(path)).converted()
-    if (bos := tokenizer.token_to_id("<s>")) is not None:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bos)]
-        )
+    begin_texts_with(tokenizer, "<s>")
     made: dict[str, Any] = json.loads(tokenizer.to_str())
     return made

@@ -29,6 +29,8 @@ class AnswerLengths:
         """Ascending lengths from which on the survival is constant until the next."""
         self._survivals: list[float] = [1.0]
         """The part of all answers that are longer than the length in `_ends`."""
+        self._areas: list[float] = [0.0]
+        """The sum of the survivals of all lengths below the one in `_ends`."""
         self._is_stale = False
 
     def note(self, num_tokens: int, *, is_cut: bool) -> None:
@@ -37,18 +39,28 @@ class AnswerLengths:
         self._is_stale = True
 
     def expected(self, num_generated: int, limit: int) -> int | None:
-        """The expected length of an answer that has num_generated tokens and continues; None without a history."""
-        return self.expected_longest(1, limit, num_generated)
-
-    def expected_longest(self, num_answers: int, limit: int, num_generated: int = 0) -> int | None:
-        """The expected length of the longest of several answers that have num_generated tokens; None without a
-        history."""
+        """The expected length of an answer that has num_generated tokens and continues; None without a history. Takes
+        logarithmic time: a quote needs it of all sequences that run."""
         if not self._recent:
             return None
         self._update()
         now = self._survivals[bisect_right(self._ends, num_generated) - 1]
         if not now:  # it is longer than all answers known
             return min(limit, 2 * num_generated)
+        num_more = max(0.0, self._area(limit) - self._area(num_generated)) / now
+        return max(num_generated + 1, round(num_generated + num_more))
+
+    def _area(self, length: int) -> float:
+        place = bisect_right(self._ends, length) - 1
+        return self._areas[place] + (length - self._ends[place]) * self._survivals[place]
+
+    def expected_longest(self, num_answers: int, limit: int, num_generated: int = 0) -> int | None:
+        """The expected length of the longest of several answers that have num_generated tokens; None without a
+        history."""
+        expected_of_one = self.expected(num_generated, limit)
+        now = self._survivals[bisect_right(self._ends, num_generated) - 1]
+        if expected_of_one is None or num_answers == 1 or not now:
+            return expected_of_one
         expected = float(num_generated)
         for place in range(bisect_right(self._ends, num_generated) - 1, len(self._ends)):
             start = max(num_generated, self._ends[place])
@@ -64,9 +76,10 @@ class AnswerLengths:
         num_at_risk, survival = len(self._recent), 1.0
         ended = Counter(length for length, is_cut in self._recent if not is_cut)
         all_lengths = Counter(length for length, _ in self._recent)
-        self._ends, self._survivals = [0], [1.0]
+        self._ends, self._survivals, self._areas = [0], [1.0], [0.0]
         for length in sorted(all_lengths):
             if ended[length]:
+                self._areas.append(self._areas[-1] + (length - self._ends[-1]) * survival)
                 survival *= 1.0 - ended[length] / num_at_risk
                 self._ends.append(length)
                 self._survivals.append(survival)

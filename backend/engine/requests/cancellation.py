@@ -33,7 +33,6 @@ class Canceller:
         self._streams = streams
         self._board = board
         self._open_requests = open_requests
-        self._grammar_queue = open_requests.grammar_queue
         self._delivery = delivery
         self._clock = clock
 
@@ -42,7 +41,7 @@ class Canceller:
 
         noticed_ns is the CLOCK_MONOTONIC time at which the frontend noticed; 0 if unknown.
         """
-        if self._grammar_queue.remove(frontend, request_id):
+        if self._open_requests.remove_waiting(frontend, request_id):
             self._board.requests_accepted += 1
             self._board.requests_cancelled += 1
         elif (found := self._open_requests.find(frontend, request_id)) is not None:
@@ -73,12 +72,12 @@ class Canceller:
             keep_end(*found, finish, failure)
             self._open_requests.remove(*found)
         else:
-            self._grammar_queue.remove(frontend, request_id)
+            self._open_requests.remove_waiting(frontend, request_id)
             self._board.requests_accepted += 1
 
     def drop_frontend(self, frontend: int) -> None:
         """End all requests of a frontend that has died, except those that linger."""
-        num_removed = self._grammar_queue.remove_frontend(frontend)
+        num_removed = self._open_requests.remove_waiting_of(frontend)
         self._board.requests_accepted += num_removed
         self._board.requests_cancelled += num_removed
         for request in self._open_requests.of_frontend(frontend):

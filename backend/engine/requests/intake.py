@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from penstock.backend.engine.coalescer import Candidate, PooledKey, Presented, ShareKey, num_prompt_logprobs
+from penstock.backend.engine.quoting.quote_queue import WaitingForQuote
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
@@ -38,8 +39,6 @@ logger = logging.getLogger("penstock.backend")
 _EMBEDDED = np.int32(FROM_EMBEDDINGS).tobytes()
 _NO_SAMPLING = SamplingParams(temperature=0.0)
 """Used as the sampling of pooled requests, which sample nothing."""
-_GRAMMAR_DRAIN_S = 1.0
-"""After this much of a drain, requests that still wait for their grammar are refused."""
 
 
 class Intake:
@@ -71,8 +70,6 @@ class Intake:
         """New requests are refused."""
         self._refused_frontends: set[int] = set()
         """Frontends that wait for room: a full wait queue has refused pooled requests of theirs."""
-        self._grammar_drain_ends_s: float | None = None
-        """Set by the first turn of a drain."""
 
     def submit(self, submission: Submission[PromptHeader], arrived_s: float | None = None) -> None:
         """Take in a request. arrived_s is given for one that is taken in again."""
@@ -86,7 +83,7 @@ class Intake:
             elif carries(submission, Pool):
                 self.pool(submission, arrived_s)
             elif carries(submission, AskQuote):
-                self._quote(submission, arrived_s)
+                self._ask_quote(submission, arrived_s)
         # Deliberately broad: no request's content may end the loop. _abandon logs the traceback.
         except Exception:  # noqa: BLE001
             self._abandon(submission.frontend, submission.request_id)
@@ -99,19 +96,11 @@ class Intake:
                 self._reject(submission, outcome)
                 continue
             try:
-                self.assign_sequence(submission, outcome, waiting.arrived_s)
+                self._enter(submission, outcome, waiting.arrived_s)
             except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
                 self._abandon(submission.frontend, submission.request_id)
         if self.is_draining:
-            self._refuse_uncompiled()
-
-    def _refuse_uncompiled(self) -> None:
-        """Refuse requests that still wait for grammars, to end a drain: one may take its whole time limit."""
-        now_s, grammar_queue = self._clock(), self._open_requests.grammar_queue
-        if self._grammar_drain_ends_s is None:
-            self._grammar_drain_ends_s = now_s + _GRAMMAR_DRAIN_S
-        if now_s >= self._grammar_drain_ends_s:
-            for submission in grammar_queue.take_all():
+            for submission in self._open_requests.grammar_queue.drain(self._clock()):
                 self._reject(submission, Failure(submission.request_id, FailureCode.SHUTTING_DOWN))
 
     def _generate(self, submission: Submission[Generate], arrived_s: float) -> None:
@@ -133,16 +122,50 @@ class Intake:
                 self._open_requests.deadlines.note(submission.frontend, submission.request_id, deadline_s)
                 return
             grammar = compiled
-        self.assign_sequence(submission, grammar, arrived_s)
+        self._enter(submission, grammar, arrived_s)
 
-    def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
+    def _enter(self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float) -> None:
+        """Give the request a sequence, or let it wait for its quote. One that was admitted before is not quoted."""
+        if submission.message.refuse_late is None or submission.message.admitted_ns:
+            self.assign_sequence(submission, grammar, arrived_s)
+        else:
+            self._await_quote(WaitingForQuote(submission, arrived_s, submission.deadline_s(arrived_s), grammar))
+
+    def _ask_quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
         if (refusal := self.find_refusal(submission) or self.limits.find_fault(submission)) is not None:
             self._reject(submission, refusal)
-        elif (candidate := self._text_candidate(submission, arrived_s)) is not None:
-            if candidate.joined is None and self._is_full_for(submission.message):
-                self._reject(submission, self._overloaded(submission.message))
-            else:
-                self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
+        else:
+            self._await_quote(WaitingForQuote(submission, arrived_s, submission.deadline_s(arrived_s)))
+
+    def _await_quote(self, waiting: WaitingForQuote) -> None:
+        """Continues in `make_quotes`."""
+        self._open_requests.quote_queue.add(waiting)
+        self._open_requests.deadlines.note(*waiting.key, waiting.deadline_s)
+
+    def make_quotes(self) -> None:
+        """Make the turn's quotes. Call it when all arrivals are taken in: then the quotes share one view of them."""
+        self._quoter.begin_turn()
+        for waiting in self._open_requests.quote_queue.take_turn():
+            submission = waiting.submission
+            try:
+                if carries(submission, Generate):
+                    self.assign_sequence(submission, waiting.grammar, waiting.arrived_s)
+                elif carries(submission, AskQuote):
+                    self._quote(submission, waiting.arrived_s)
+            except Exception:  # noqa: BLE001 - as broad as in `submit`, for the same reason
+                self._abandon(submission.frontend, submission.request_id)
+        try:
+            self._quoter.quote_sample()
+        except Exception:  # a sample measures only: its request goes on
+            logger.exception("a request could not be quoted")
+
+    def _quote(self, submission: Submission[AskQuote], arrived_s: float) -> None:
+        if (candidate := self._text_candidate(submission, arrived_s)) is None:
+            return
+        if self._finds_no_place(candidate):
+            self._reject(submission, self._overloaded(submission.message))
+        else:
+            self._delivery.end_with_quote(submission.frontend, self._quoter.quote(submission.message, candidate))
 
     def find_refusal(self, submission: Submission[PromptHeader]) -> Failure | None:
         """Why no request can be taken in now, whatever it asks for."""
@@ -150,20 +173,14 @@ class Intake:
         request_id = message.request_id
         if self.is_draining:
             return Failure(request_id, FailureCode.SHUTTING_DOWN)
-        if self._has_too_many_open(message):
-            max_open = limits.max_open_resumed if message.admitted_ns else limits.max_open
+        max_open = limits.max_open_resumed if message.admitted_ns else limits.max_open
+        if self._open_requests.num_open >= max_open and (
+            message.admitted_ns or is_over_share(self._open_requests.num_open_of_each(), message.tenant, max_open)
+        ):
             return Failure(request_id, FailureCode.OVERLOADED, max_open)
         if self._open_requests.is_open(submission.frontend, request_id):
             return Failure(request_id, FailureCode.INTERNAL)
         return None
-
-    def _has_too_many_open(self, message: PromptHeader) -> bool:
-        limits, num_open = self.limits, self._open_requests.num_open
-        if message.admitted_ns:
-            return num_open >= limits.max_open_resumed
-        if num_open < limits.max_open:
-            return False
-        return is_over_share(self._open_requests.num_open_of_each(), message.tenant, limits.max_open)
 
     def assign_sequence(
         self, submission: Submission[Generate], grammar: CompiledGrammar | None, arrived_s: float
@@ -175,7 +192,8 @@ class Intake:
         message = submission.message
         if (candidate := self._text_candidate(submission, arrived_s)) is None:
             return
-        if (late := self._quoter.find_late(message, candidate)) is not None:
+        is_full = self._finds_no_place(candidate)
+        if not is_full and (late := self._quoter.find_late(message, candidate)) is not None:
             self._delivery.end_with_quote(submission.frontend, *late)
             return
         subscriber, is_shared = candidate.subscriber, candidate.key is not None
@@ -185,7 +203,8 @@ class Intake:
         if (joined := self._shorten_delayed(submission, candidate, grammar) or candidate.joinable) is not None:
             self._streams.enter(message, joined, subscriber)
             self._join(joined, candidate)
-        elif not message.admitted_ns and self._is_full_for(message):
+            self._quoter.note_request(message, joined, subscriber)
+        elif is_full:
             self._reject(submission, self._overloaded(message))
         else:
             sequence = candidate.new_sequence(self._make_constraints(submission, grammar))
@@ -194,6 +213,7 @@ class Intake:
                 sequence.past_logprobs = []
             self._streams.enter(message, sequence, subscriber)
             self._begin(sequence, candidate)
+            self._quoter.note_request(message, sequence, subscriber)
 
     def pool(self, submission: Submission[Pool], arrived_s: float) -> None:
         """Take in a request for a vector."""
@@ -208,7 +228,7 @@ class Intake:
         candidate = self._candidate(submission, subscriber, _NO_SAMPLING, PooledKey.of(submission))
         if (joined := candidate.joinable) is not None:
             self._join(joined, candidate)
-        elif not message.admitted_ns and self._is_full_for(message):
+        elif self._finds_no_place(candidate):
             self._reject_pool(submission, self._overloaded(message))
         else:
             sequence = candidate.new_sequence()
@@ -299,6 +319,11 @@ class Intake:
         first_arrived_s = min(arrived_s, message.admitted_ns / 1e9) if message.admitted_ns else arrived_s
         return first_arrived_s + message.priority * step_s
 
+    def _finds_no_place(self, candidate: Candidate) -> bool:
+        """Whether the request is new, and can neither join a sequence nor wait with one of its own."""
+        message = candidate.submission.message
+        return candidate.joinable is None and not message.admitted_ns and self._is_full_for(message)
+
     def _is_full_for(self, message: PromptHeader) -> bool:
         """Whether the wait queue has no place for a new sequence of this tenant.
 
@@ -369,5 +394,5 @@ class Intake:
         if (found := self._open_requests.find(frontend, request_id)) is not None:
             self._open_requests.remove(*found)
         else:
-            self._open_requests.grammar_queue.remove(frontend, request_id)
+            self._open_requests.remove_waiting(frontend, request_id)
             self._board.requests_accepted += 1

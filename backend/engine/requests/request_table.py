@@ -7,17 +7,19 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.coalescer import Coalescer
+from penstock.backend.engine.quoting.quote_queue import QuoteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.quoting.quote_queue import WaitingForQuote
     from penstock.backend.engine.recorder import Recorder
     from penstock.backend.scheduling.restart_grace import RestartGrace
     from penstock.backend.sequences.resumable_stream import ResumableChoice
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.backend.structured_output.grammar_queue import GrammarQueue
+    from penstock.backend.structured_output.grammar_queue import GrammarQueue, WaitingSubmission
     from penstock.shm.memory.board import BackendBoard
 
 _MIN_ENTRIES = 64
@@ -62,7 +64,7 @@ class OpenRequest(NamedTuple):
 
 
 class RequestTable:
-    """Open requests by (frontend, request id). Each either waits in the grammar queue or subscribes to a sequence."""
+    """Open requests by (frontend, request id). Each waits for its grammar or its quote, or subscribes to a sequence."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class RequestTable:
         self._scheduler = scheduler
         self._board = board
         self.grammar_queue = grammar_queue
+        self.quote_queue = QuoteQueue()
         self.restart_grace = restart_grace
         self.recorder = recorder
         """Notes what happens to requests, for all parts that share this table."""
@@ -89,17 +92,28 @@ class RequestTable:
 
     @property
     def num_open(self) -> int:
-        return self._num_subscribed + self.grammar_queue.num_waiting
+        return self._num_subscribed + self.grammar_queue.num_waiting + self.quote_queue.num_waiting
 
     def num_open_of_each(self) -> Counter[bytes]:
         """The open requests of each tenant that has some."""
-        return self._num_subscribed_of + self.grammar_queue.num_waiting_of
+        return self._num_subscribed_of + self.grammar_queue.num_waiting_of + self.quote_queue.num_waiting_of
 
     def is_open(self, frontend: int, request_id: int) -> bool:
-        return self.find(frontend, request_id) is not None or self.grammar_queue.find(frontend, request_id) is not None
+        return self.find(frontend, request_id) is not None or self._find_waiting(frontend, request_id) is not None
+
+    def _find_waiting(self, frontend: int, request_id: int) -> WaitingSubmission | WaitingForQuote | None:
+        return self.grammar_queue.find(frontend, request_id) or self.quote_queue.find(frontend, request_id)
+
+    def remove_waiting(self, frontend: int, request_id: int) -> bool:
+        """Return whether the request waited for its grammar or its quote."""
+        return self.grammar_queue.remove(frontend, request_id) or self.quote_queue.remove(frontend, request_id)
+
+    def remove_waiting_of(self, frontend: int) -> int:
+        """Remove the frontend's requests that wait for grammars and quotes, and return their number."""
+        return self.grammar_queue.remove_frontend(frontend) + self.quote_queue.remove_frontend(frontend)
 
     def find(self, frontend: int, request_id: int) -> OpenRequest | None:
-        """The request if it has a sequence; None for one that waits for its grammar."""
+        """The request if it has a sequence; None for one that waits for its grammar or its quote."""
         return self._by_frontend.get(frontend, {}).get(request_id)
 
     def of_frontend(self, frontend: int) -> list[OpenRequest]:
@@ -155,7 +169,7 @@ class RequestTable:
     def _deadline_of(self, frontend: int, request_id: int) -> float | None:
         if (found := self.find(frontend, request_id)) is not None:
             return found.subscriber.deadline_s
-        waiting = self.grammar_queue.find(frontend, request_id)
+        waiting = self._find_waiting(frontend, request_id)
         return waiting.deadline_s if waiting is not None else None
 
     def check_integrity(self, num_scheduled: int) -> None:

@@ -204,6 +204,7 @@ class NativeOps:
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> _Step:
         self._library.ps_wake(self._engine)
         if batch.page_copies:
+            batch.check_page_moves()
             sources, destinations = np.array(batch.page_copies).T
             for pages in self.cache:
                 pages[destinations] = pages[sources]

@@ -70,6 +70,8 @@ def _describe(keeper: ModelKeeper, name: str) -> dict[str, object]:
             "last_wake_seconds": keeper.waking.last_wake_s,
             "last_error": keeper.waking.failure,
         }
+    if keeper.failure is not None:
+        found["last_error"] = keeper.failure
     return found
 
 

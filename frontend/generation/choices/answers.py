@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta
+from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.sse import EventNumbers, EventStream
 
@@ -103,6 +104,12 @@ async def answer_stream(
         if not exchange.started:
             raise
         failure = error
+    except ClientGoneError:
+        raise
+    except Exception as error:
+        if not exchange.started or error is exchange.ending:
+            raise
+        failure = exchange.unforeseen()
     last = answer_format.end() if failure is None else answer_format.failure(failure)
     if settle is not None:
         await settle(last)

@@ -20,6 +20,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.text.turn_ends import find_turn_ends
+from penstock.shm.memory.model_table import ModelState
 from penstock.shm.messages import Sampling
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ logger = logging.getLogger("penstock.model")
 
 _POLL_S = 0.02
 _RELOAD_POLL_S = 1.0
+_MAX_REASON = 500
 _EXPECTED_START_S = 2.0
 """A line is logged if no backend has come by then."""
 
@@ -97,6 +99,8 @@ class ModelKeeper:
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
         """None until tokenizer and template are loaded."""
+        self.failure: str | None = None
+        """Why the backend's model cannot be used; None if it can, or if there is none."""
         self.settled = asyncio.Event()
         """Unset while `current` may change soon: a model is loading, or no backend has been found since the start."""
 
@@ -111,7 +115,9 @@ class ModelKeeper:
                 logs_at_s = math.inf
                 logger.info("no backend yet; waiting for one")
             loaded = None if self.current is None else self.current.card
-            if card is not None and card not in (loaded, self._unusable):
+            if self.waking is not None and self.waking.state is ModelState.ASLEEP:
+                self.failure, self._unusable = None, None  # its files may have been repaired when it wakes
+            elif card is not None and card not in (loaded, self._unusable):
                 await self._load(card)
             await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
 
@@ -129,12 +135,16 @@ class ModelKeeper:
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()
+        self.failure = None
         try:
             self.current = await asyncio.to_thread(self._read, card)
-        except Exception as error:  # noqa: BLE001 - the tokenizer library raises plain Exception for a bad file
+        except Exception as error:  # noqa: BLE001 - a damaged file can raise anything
             # Logged once. Requests are answered 503 until the backend serves another model.
             self.current, self._unusable = None, card
-            logger.error("cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, error)
+            self.failure = " ".join(str(error).split())[:_MAX_REASON] or type(error).__name__
+            logger.error(
+                "cannot serve %s: %s; answering 503 until the backend has another model", card.model_id, self.failure
+            )
         else:
             _log(self.current)
         self.settled.set()

@@ -1,12 +1,16 @@
 """Estimates each model's memory while it is awake, as its backend plans it: weights, workspace and KV cache.
 
-It runs in its own process, because a plan imports torch, which `penstock serve` does not need afterwards.
+It runs in its own process: a plan imports torch, which `penstock serve` does not need afterwards, and a model's files
+may end the process or take for ever. Then the model has a reason instead of a size, and another process does the rest.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +19,9 @@ import msgspec
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
-from penstock.process.supervisor import module_argv
+from penstock.process.children import stop_with_parent
+from penstock.process.native_libraries import guarded
+from penstock.process.supervisor import describe_end, module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +30,15 @@ PROCESS_BYTES = 300_000_000
 """Memory of a backend on the CPU without weights and cache: torch, the interpreter and the grammar compiler's
 tokenizer."""
 _FREE_SHARE = 0.9
+_MAX_REASON = 300
 
 
-class Sizes(msgspec.Struct, frozen=True):
+_MAX_ESTIMATE_S = 60
+"""For one model. Until then its files are read, and small ones downloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
     free_bytes: int
     """Nine tenths of the free memory on the models' device."""
     models: tuple[int | str, ...]
@@ -35,12 +47,34 @@ class Sizes(msgspec.Struct, frozen=True):
 
 def estimate(backends: Sequence[BackendOptions]) -> Sizes:
     """Raises StartupError if the device's memory is unknown."""
-    encoded = msgspec.json.encode(list(backends), enc_hook=str)
-    run = subprocess.run(module_argv("penstock.serve.sleeping_models.sizes"), input=encoded, capture_output=True)
-    if run.returncode:
-        lines = run.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
-        raise StartupError(f"the models' sizes cannot be estimated: {lines[-1]}")
-    return msgspec.json.decode(run.stdout, type=Sizes)
+    models: list[int | str] = []
+    while True:
+        free_bytes, estimated, end = _run(backends[len(models) :])
+        models += estimated
+        if len(models) < len(backends):
+            is_late = end == -signal.SIGALRM
+            reason = f"took longer than {_MAX_ESTIMATE_S} s" if is_late else describe_end(end)
+            models.append(f"the estimate of its size {reason}")
+        if len(models) == len(backends):
+            return Sizes(free_bytes, tuple(models))
+
+
+def _run(backends: Sequence[BackendOptions]) -> tuple[int, list[int | str], int]:
+    """Return the free memory, the models up to one that ends the process, and how it ended. Raises StartupError."""
+    own_pid = os.getpid()
+    run = subprocess.run(
+        module_argv("penstock.serve.sleeping_models.sizes"),
+        input=msgspec.json.encode(list(backends), enc_hook=str),
+        capture_output=True,
+        preexec_fn=lambda: stop_with_parent(signal.SIGKILL, own_pid),
+    )
+    lines = run.stdout.splitlines()
+    if not lines:
+        reasons = run.stderr.decode(errors="replace").strip().splitlines() or [
+            f"the estimate {describe_end(run.returncode)}"
+        ]
+        raise StartupError(f"the models' sizes cannot be estimated: {reasons[-1]}")
+    return int(lines[0]), [msgspec.json.decode(line, type=int | str) for line in lines[1:]], run.returncode
 
 
 def _plan(options: BackendOptions) -> int:
@@ -63,6 +97,15 @@ def _plan(options: BackendOptions) -> int:
     return plan.device_bytes + (PROCESS_BYTES if settings.device == "cpu" else 0)
 
 
+def _describe(options: BackendOptions) -> int | str:
+    try:
+        return guarded(_plan)(options)
+    except StartupError as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - one model's files must not end the estimate of the others
+        return f"its size cannot be estimated: {type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON]}"
+
+
 def main() -> None:
     from penstock.backend.kv_cache.budget.memory import device_memory
     from penstock.backend.start.startup import pass_options
@@ -70,17 +113,16 @@ def main() -> None:
     backends = msgspec.json.decode(
         sys.stdin.buffer.read(), type=list[BackendOptions], dec_hook=lambda of, text: of(text)
     )
-    models: list[int | str] = []
-    for options in backends:
-        try:
-            models.append(_plan(options))
-        except StartupError as error:
-            models.append(str(error))
+    lines = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no answer
     try:
         memory = device_memory(pass_options(backends[0]).device)
     except StartupError as error:
         sys.exit(str(error))
-    sys.stdout.buffer.write(msgspec.json.encode(Sizes(int(_FREE_SHARE * memory.free_bytes), tuple(models))))
+    os.write(lines, b"%d\n" % int(_FREE_SHARE * memory.free_bytes))
+    for options in backends:
+        signal.alarm(_MAX_ESTIMATE_S)  # ends the process, whatever it is doing
+        os.write(lines, msgspec.json.encode(_describe(options)) + b"\n")
 
 
 if __name__ == "__main__":

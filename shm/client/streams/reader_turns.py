@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class ReaderTurns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ready: dict[int, deque[Waiting]] = {}  # by group; the first group is next
+        self._ready: OrderedDict[int, deque[Waiting]] = OrderedDict()
+        """By group; the first group is next. A dict would look through its deleted entries for the first."""
         self._limit = _FIRST_READERS
         self._num_woken = 0  # since the present turn began
         self._turn: asyncio.Handle | None = None
@@ -73,8 +74,7 @@ class ReaderTurns:
         self._turn_began_s = now_s
         self._num_woken = 0
         while self._ready and self._num_woken < self._limit:
-            number = next(iter(self._ready))
-            group = self._ready.pop(number)
+            number, group = self._ready.popitem(last=False)
             stream = group.popleft()
             if group:
                 self._ready[number] = group  # behind the others

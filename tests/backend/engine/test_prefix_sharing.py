@@ -152,6 +152,28 @@ def test_page_copy_is_dropped_with_its_row() -> None:
     assert bench.received(2).token_ids == expected_tokens([1, 2, 3, 6], 8, bench.vocab_size)
 
 
+def test_source_of_a_page_copy_gets_no_new_owner_in_the_same_plan() -> None:
+    """A newcomer copies from the newest running sequence. Then another tenant's newcomer takes that one's place."""
+    bench = Bench(num_pages=8, page_size=32, max_running=8, max_batch_tokens=64, capacity=0)
+    theirs, shared = [60, 61, 62, 63, 64, 65], [1, 2, 3, 4, 5, 6, 7, 8]
+    bench.submit(theirs, 20, tenant=b"2", salt=b"2")
+    bench.turn()
+    for request_id, prompt in enumerate([*([20 + place] * 6 for place in range(5)), shared], start=1):
+        bench.submit(prompt, 20, request_id=request_id, tenant=b"1", salt=b"1")
+    bench.turn()
+    bench.turn()
+    newcomers = {7: [*shared, *range(70, 88)], 8: [*theirs, 9]}
+    bench.submit(newcomers[7], 4, request_id=7, tenant=b"1", salt=b"1")
+    bench.submit(newcomers[8], 4, request_id=8, tenant=b"2", salt=b"2")
+    bench.turn()
+    assert bench.board.preemptions
+    assert len(bench.executor.batches[-1].page_copies) == 2
+    bench.executor.batches[-1].check_page_moves()
+    bench.run_dry()
+    for request_id, prompt in newcomers.items():
+        assert bench.received(request_id).token_ids == expected_tokens(prompt, 4, bench.vocab_size)
+
+
 def test_copy_is_skipped_when_its_idle_source_is_needed_as_a_new_page() -> None:
     """Two full pages that are found, one to copy from and two to fill are one more than the four pages."""
     bench = Bench(num_pages=4, page_size=4)

@@ -128,7 +128,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         assert found == self.key_of
         for before in KEYS[:3]:
             following = {page: key for page, key in self.key_of.items() if parent_of(key) == before}
-            assert self.pool.pages_following(before) == following
+            assert dict(self.pool.pages_following(before)) == following
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):

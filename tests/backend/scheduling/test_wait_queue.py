@@ -60,9 +60,27 @@ def test_tenants_that_come_and_go_behind_a_head_that_cannot_start_are_forgotten(
         sequence.ended = True
         wait_queue.forget(sequence)
         tenants.close(sequence.account)
-        assert wait_queue.num_tenants <= 67
+        assert wait_queue.num_turns <= 67
         assert wait_queue.head() is head
         wait_queue.check_integrity()
+
+
+def test_place_among_several_tenants_is_that_in_the_order_of_their_service() -> None:
+    tenants = Tenants()
+    wait_queue = WaitQueue(tenants)
+    for number in range(60):
+        key = b"abc"[number % 3 :][:1] if number < 30 else b"a"
+        subscriber = Subscriber(1, number, 10, frozenset(), 1, 0.0)
+        sequence = Sequence(subscriber, bytes(4), 1, SamplingParams(), tenant=key)
+        sequence.order, sequence.account = number, tenants.open(key, 4.0 if key == b"c" else 1.0)
+        wait_queue.put(sequence)
+    order = wait_queue.next_sequences(60)
+    assert len(set(order)) == 60
+    assert [sequence.tenant for sequence in order[:10]].count(b"c") >= 5, "it has four times the weight"
+    rates = wait_queue.tenants()
+    for place, sequence in enumerate(order):
+        num_before = wait_queue.num_before(sequence, sequence.turn, sequence.account, rates)
+        assert abs(num_before - place) <= 4
 
 
 class WaitQueueMachine(RuleBasedStateMachine):
@@ -163,6 +181,12 @@ class WaitQueueMachine(RuleBasedStateMachine):
         assert len(self.wait_queue) == len(self.queue) + num_parked
         assert self.wait_queue.head() is (self.queue[0] if self.queue else None)
         assert self.wait_queue.parked_keys() == self.parked.keys()
+        ahead = self.wait_queue.parked()
+        assert self.wait_queue.next_sequences(num_parked + 5) == ahead + self.queue[:5]
+        tenants = self.wait_queue.tenants()
+        for place, sequence in enumerate(self.queue[:5]):
+            num_before = self.wait_queue.num_before(sequence, sequence.turn, sequence.account, tenants)
+            assert num_before == num_parked + place
         present = self.wait_queue.sequences()
         assert len(present) == len(self.wait_queue)
         assert set(present) == {*self.queue, *(sequence for parked in self.parked.values() for sequence in parked)}

@@ -209,6 +209,11 @@ def test_grammar_error_mid_answer_is_one_short_line() -> None:
         (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
         (Grammar("json_schema", "[1"), "not a JSON object"),
         (Grammar("json_schema", '{"type": "string", "minLength": 5, "maxLength": 1}'), "minLength"),
+        (Grammar("json_schema", '{"$ref": "#"}'), r"the \$ref at # goes round in a circle: #"),
+        (
+            Grammar("json_schema", '{"items": {"$ref": "#/$defs/a~1b"}, "$defs": {"a/b": {"$ref": "#/items"}}}'),
+            r"the \$ref at #/(items|\$defs/a/b) goes round in a circle: #/.* → #/",
+        ),
         (Grammar("regex", "("), "unclosed group"),
         (Grammar("lark", "start: foo"), "foo"),
     ],

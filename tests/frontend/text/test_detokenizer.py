@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import byte_level_tokenizer
 
 CORPUS = ["the cat sat on the mat, été 猫 🐈", "return self.name  # two  spaces", "ça va? 你好"] * 4
@@ -47,7 +48,7 @@ TEXTS = st.text(st.sampled_from(" abcdehiorst,.?é猫🐈你好\n\t#ß\u0301\u20
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
-    detokenizer = ModelTokenizer(tokenizer, None).detokenizer()
+    detokenizer = ModelTokenizer(GuardedTokenizer(tokenizer), None).detokenizer()
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     pieces = [detokenizer.push(ids[start:end]) for start, end in itertools.pairwise(bounds)]
     return [*pieces, detokenizer.flush()]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from penstock.frontend.text.input_encoder import InputEncoder, Truncation
+from penstock.process.native_libraries import GuardedTokenizer
 
 WORDS = ["[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(9))]
 TEMPLATES = {
@@ -27,7 +28,7 @@ def tokenizer(template: str) -> Tokenizer:
 
 
 ORACLES = {template: tokenizer(template) for template in TEMPLATES}
-ENCODERS = {template: InputEncoder(tokenizer(template)) for template in TEMPLATES}
+ENCODERS = {template: InputEncoder(GuardedTokenizer(tokenizer(template))) for template in TEMPLATES}
 TEXTS = st.lists(st.sampled_from(WORDS[3:]), max_size=12).map(" ".join)
 
 

@@ -12,6 +12,7 @@ from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.text.turn_ends import find_turn_ends
+from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import byte_level_tokenizer, save_model_files
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ def test_turn_ends_as_the_template_shows(name: str) -> None:
     special = ("<start>", "<message>", "<call>", "<return>", "<end>", "<eos>")
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer.add_tokens([AddedToken(text) for text in ("</turn>", "</call>", "</key>")])
-    model = ModelTokenizer(tokenizer, ChatTemplate(source, {"eos_token": "<eos>"}))
+    model = ModelTokenizer(GuardedTokenizer(tokenizer), ChatTemplate(source, {"eos_token": "<eos>"}))
     assert find_turn_ends(model) == tuple(tokenizer.token_to_id(end) for end in ends)
 
 
 def test_model_without_a_template_shows_no_end() -> None:
-    assert find_turn_ends(ModelTokenizer(byte_level_tokenizer(), None)) == ()
+    assert find_turn_ends(ModelTokenizer(GuardedTokenizer(byte_level_tokenizer()), None)) == ()
 
 
 @pytest.mark.parametrize(

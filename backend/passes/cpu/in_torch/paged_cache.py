@@ -209,6 +209,7 @@ class PagedCache:
         """Copy only the tokens that a row will see; the rest of a page might hold NaN."""
         if not batch.page_copies:
             return
+        batch.check_page_moves()
         size = self._page_size_tokens
         contexts = enumerate(batch.context_lens.tolist())
         num_seen = {int(batch.page_table[row, context // size]): context % size for row, context in contexts}

@@ -157,10 +157,7 @@ class PageMoves:
         _check_range("pages to copy", copies, self._num_pages)
         _check_range("host pages to restore", restores[:, 0], self.pool.num_pages)
         _check_range("pages to restore to", restores[:, 1], self._num_pages)
-        _check_once("page {} is restored twice", restores[:, 1])
-        both = np.intersect1d(restores[:, 1], copies[:, 1])
-        if len(both):
-            raise ValueError(f"page {both[0]} is restored and copied to")
+        batch.check_page_moves()
         # A copy's source may be a restored page: if some copies go ahead, all restores go ahead of them.
         restores = self._send_ahead(self._to_cache, restores, MAX_PAGE_MOVES if len(copies) <= MAX_PAGE_MOVES else 0)
         return restores, self._send_ahead(self._within_cache, copies, MAX_PAGE_MOVES)

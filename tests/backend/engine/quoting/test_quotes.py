@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
+from penstock.backend.engine.quoting import quoter
+from penstock.backend.engine.quoting.forecast import Timeline
 from penstock.shm.messages import AskQuote, FailureCode, Finish, Quote, QuoteTerms
 from tests.backend.harness import Bench
 
@@ -170,6 +173,70 @@ def test_request_that_would_be_late_is_refused_if_it_asks_so() -> None:
     ends = [received.finishes for received in map(bench.received, (2, 3))]
     bench.tick_until_end(2, 3)
     assert ends == [[Finish.LENGTH], [Finish.EXPIRED]]
+
+
+def test_quotes_beyond_a_turns_number_wait_for_the_next_turns_while_streams_go_on() -> None:
+    bench = warm()
+    bench.submit([9], 100, request_id=1)
+    bench.tick()
+    for request_id in range(100, 140):
+        bench.submit([7], 5, request_id=request_id, kind=AskQuote, terms=TERMS)
+    bench.submit([7], 5, request_id=50, kind=AskQuote, terms=TERMS, tenant=b"other")
+    bench.submit([7], 5, request_id=51, timeout_ms=60_000, refuse_late=TERMS)
+    bench.cancel(139)
+    num_quoted = []
+    for _ in range(3):
+        num_tokens = len(bench.received(1).token_ids)
+        bench.tick()
+        assert len(bench.received(1).token_ids) == num_tokens + 1
+        num_quoted.append(bench.board.requests_quoted)
+        assert (bench.engine.next_turn_s() == 0.0) == (num_quoted[-1] < 40)
+        assert bench.received(50).finishes == [Finish.QUOTED], "tenants take turns"
+    assert num_quoted == [16, 32, 40]
+    assert not bench.received(139).finishes
+    bench.tick_until_end(51)
+
+
+def test_quotes_of_a_turn_share_one_view_and_know_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = warm(max_running=2)
+    num_made = 0
+
+    def counted(*args: Any) -> Timeline:
+        nonlocal num_made
+        num_made += 1
+        return Timeline(*args)
+
+    monkeypatch.setattr(quoter, "Timeline", counted)
+    for request_id in range(10):
+        bench.submit([request_id], 10, request_id=request_id, timeout_ms=2500, refuse_late=TERMS)
+    bench.engine.turn()
+    assert num_made == 2  # with the usual and with the longest answers
+    refused = [received.quote for received in map(bench.received, range(10)) if received.finishes]
+    assert len(refused) >= 4, "two run at a time, for a second each"
+    assert all(quote is not None and quote.finish_s is not None and quote.finish_s > 2.5 for quote in refused)
+
+
+@pytest.mark.parametrize(("first_s", "finish_s"), [(1e9, 0.0), (0.0, 1e9), (0.0, 0.0), (1e9, 1e9)])
+@pytest.mark.parametrize("stop_ids", [(), (96,)])
+def test_no_errors_of_the_past_make_a_quote_contradict_itself(
+    first_s: float, finish_s: float, stop_ids: tuple[int, ...]
+) -> None:
+    bench = warm(max_running=2)
+    for request_id in range(30):
+        bench.submit([request_id], 30, request_id=request_id, tenant=bytes([request_id % 3]))
+    bench.tick()
+    errors = bench.requests.intake._quoter._errors
+    for _ in range(50):
+        errors.first_token.note(1.0, first_s)
+        errors.finish.note(1.0, finish_s)
+    quotes = [bench.quote([5] * 9, 50, stop_ids=stop_ids, tenant=tenant) for tenant in (b"\0", b"new")]
+    errors.answer_lengths.note(3, is_cut=False)
+    quotes.append(bench.quote([5], 50, QuoteTerms(num_choices=9), stop_ids=stop_ids))
+    for quote in quotes:
+        times = [0.0, quote.first_token_s, quote.finish_s, quote.latest_finish_s]
+        known = [time_s for time_s in times if time_s is not None]
+        assert len(known) >= 3
+        assert known == sorted(known)
 
 
 def test_full_wait_queue_and_draining_backend_give_no_quote() -> None:
