@@ -67,7 +67,7 @@ _LABORATORY = {
     "bench": ("tools.bench.command:app", "Measures a server, or one part of it."),
     "chaos": (
         "tools.chaos.command:chaos",
-        "Attacks a server with clients and processes that die, and checks that nothing is lost.",
+        "Attacks a server with clients, processes and model files that misbehave, and checks that nothing is lost.",
     ),
     "random-model": ("tools.random_model:run_random_model", "Writes a checkpoint of random weights."),
     "replay": ("tools.replay.command:replay", _REPLAY),

@@ -18,7 +18,7 @@ import jinja2
 
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
-from penstock.frontend.text.render_budget import FULL, OverBudget, Refused, RenderBudget, RenderLimits
+from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
 from penstock.frontend.text.spellings import NO_SPELLINGS
 from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
 from penstock.frontend.transport.errors import ApiError, invalid
@@ -131,9 +131,9 @@ class ChatTemplate:
         except (OverBudget, Refused) as error:
             raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
-            line = _line_of(error, template)
+            cause = f"{type(error).__name__}: {error}"[:_MAX_REASON]
             raise TemplateRefusedError(
-                f"line {line}: it cannot render these messages ({type(error).__name__})"
+                f"line {_line_of(error, template)}: it cannot render these messages ({cause})"
             ) from None
         if not body.continue_final_message:
             return prompt
@@ -149,7 +149,7 @@ class ChatTemplate:
 
     def _rendered_or_none(self, body: ChatBody) -> str | None:
         try:
-            return self.render(body)
+            return self.render(body, INLINE)
         except TemplateRefusedError:
             return None
 

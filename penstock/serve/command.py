@@ -28,7 +28,6 @@ from penstock.frontend.main import (
     reloads,
     tls_files,
 )
-from penstock.frontend.options import FrontendOptions
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.process.failure import fail
 from penstock.process.options import ENV_PREFIX, to_argv
@@ -41,9 +40,9 @@ from penstock.serve.options import (
     MAIN,
     ServeOptions,
     backend_options,
+    frontend_options,
     private_socket_path,
     replica_options,
-    select_options,
 )
 from penstock.serve.probe import get
 from penstock.serve.sleeping_models.sleepers import Sleepers
@@ -233,20 +232,9 @@ def _frontend(
 ) -> ChildSpec:
     """Return the frontend's child. It inherits the listening socket, so a restarted one answers at the same address."""
     public_options, environment = split_keys(
-        dataclasses.replace(
-            options,
-            listen_fd=listening.fileno(),
-            replica_socket=(
-                *options.replica_socket,
-                *(backend.socket for backend in replica_options(options).values()),
-            ),
-            model_socket=tuple(f"{name}={backend.socket}" for name, backend in backends.items() if options.has_names),
-            models_fd=models_fd,
-            embedding_socket=_socket_of(backends, "embedding backend", options.embedding_socket),
-            rerank_socket=_socket_of(backends, "rerank backend", options.rerank_socket),
-        )
+        dataclasses.replace(options, listen_fd=listening.fileno(), models_fd=models_fd)
     )
-    frontend_argv = module_argv("penstock.frontend.main", to_argv(select_options(public_options, FrontendOptions)))
+    frontend_argv = module_argv("penstock.frontend.main", to_argv(frontend_options(public_options, backends)))
     fds = (listening.fileno(), *(() if models_fd is None else (models_fd,)))
     return ChildSpec("frontend", frontend_argv, fds, environment, stage=1, reloads=reloads(options))
 
@@ -288,10 +276,6 @@ def _sleepers(options: ServeOptions, backends: Sequence[BackendOptions]) -> Slee
         )
     except (StartupError, OSError) as error:
         fail(COMMAND, str(error))
-
-
-def _socket_of(backends: Mapping[str, BackendOptions], name: str, otherwise: Path | None) -> Path | None:
-    return backends[name].socket if name in backends else otherwise
 
 
 def _log(message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -245,6 +246,17 @@ def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
         )
         for number in range(2, options.num_replicas + 1)
     }
+
+
+def frontend_options(options: ServeOptions, backends: Mapping[str, BackendOptions]) -> FrontendOptions:
+    sockets = {name: backend.socket for name, backend in backends.items()}
+    return dataclasses.replace(
+        select_options(options, FrontendOptions),
+        replica_socket=(*options.replica_socket, *(each.socket for each in replica_options(options).values())),
+        model_socket=tuple(f"{name}={path}" for name, path in sockets.items() if options.has_names),
+        embedding_socket=sockets.get("embedding backend", options.embedding_socket),
+        rerank_socket=sockets.get("rerank backend", options.rerank_socket),
+    )
 
 
 def _check_devices(options: ServeOptions) -> None:

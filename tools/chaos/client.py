@@ -71,6 +71,14 @@ class _Item(Struct):
     content: list[_Part] = []
 
 
+class _Pooled(Struct):
+    """A vector or a score."""
+
+    index: int
+    embedding: str = ""
+    relevance_score: float = 0.0
+
+
 class _Body(Struct):
     """An event, a whole answer or an error: the fields that this client reads."""
 
@@ -85,6 +93,9 @@ class _Body(Struct):
     output: list[_Item] = []
     status: str = ""
     response: _Body | None = None
+    # /v1/embeddings and /v1/rerank
+    data: list[_Pooled] = []
+    results: list[_Pooled] = []
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -108,6 +119,8 @@ class _Seen:
     choices: dict[int, _Partial] = field(default_factory=dict)
     usage: _Usage | None = None
     fault: str = ""
+    code: str = ""
+    """The code of an error event."""
     num_events: int = 0
     is_done: bool = False
 
@@ -122,11 +135,15 @@ class _Seen:
             return
         told = body.error or (body.response.error if body.response is not None else None)
         if told is not None:
-            self.fault = self.fault or f"error event {told.code or told.type}: {told.message[:200]}"
+            self.code = self.code or told.code or told.type
+            self.fault = self.fault or f"error event {self.code}: {told.message[:200]}"
         self.usage = body.usage or self.usage
         self.num_events += 1
         if body.type or body.output:
             self._take_single(body)
+        for pooled in (*body.data, *body.results):
+            partial = self.choices.setdefault(pooled.index, _Partial())
+            partial.texts.append(pooled.embedding or str(pooled.relevance_score))
         for choice in body.choices:
             partial = self.choices.setdefault(choice.index, _Partial())
             partial.texts.append(choice.new_text())
@@ -173,22 +190,27 @@ class ChaosClient:
     http: HttpClient
 
     async def ask(self, recipe: Recipe, api_key: str | None = None, *, is_stream: bool = False) -> Answer:
-        """The whole answer of an undisturbed request. Raises ConnectionBroken; ValueError for any other answer."""
+        """The whole answer of an undisturbed request, or its refusal. Raises ConnectionBroken; ValueError for a broken
+        answer."""
         seen = _Seen()
         connection = await self.http.connect()
         request = self._encode(recipe, api_key, is_stream=is_stream)
         reply = await connection.exchange(request, lambda _at_s, data: seen.take(data))
         self.http.give_back(connection)
+        if reply.status != 200 and (code := _error_code(reply.body)):
+            return Answer((), refusal=(reply.status, code))
         if reply.status != 200:
             raise ValueError(f"{recipe.name}: status {reply.status}: {reply.body[:300].decode(errors='replace')}")
-        if not is_stream:
+        if not (is_stream and recipe.can_stream):
             seen.take(reply.body)
+        if seen.code:
+            return Answer((), refusal=(reply.status, seen.code))
         if seen.fault:
             raise ValueError(f"{recipe.name}: {seen.fault}")
         return seen.answer(recipe)
 
     def _encode(self, recipe: Recipe, api_key: str | None, *, is_stream: bool, may_join: bool = True) -> bytes:
-        body = recipe.body | ({"stream": True} if is_stream else {})
+        body = recipe.body | ({"stream": True} if is_stream and recipe.can_stream else {})
         if is_stream and recipe.has_token_ids:  # the others always report the usage
             body["stream_options"] = {"include_usage": True}
         headers = {} if may_join else {"X-Penstock-Coalesce": "off"}
@@ -218,7 +240,7 @@ class ChaosClient:
         except ConnectionBroken as error:
             # No worker had a connection that was never made.
             is_broken, seen.fault = connection is not None, seen.fault or str(error)
-        code = ""
+        code = seen.code
         if reply.status == 200 and not seen.num_events and not is_dropped:
             seen.take(reply.body)
         elif reply.status not in (0, 200):

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from penstock.tools.bench.load_generator.http_client import HttpClient
     from penstock.tools.chaos.ledger import Answer, Ledger
 
-_SAMPLE = re.compile(r"^(penstock_\w+)(\{[^}]*\})? (\S+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"^(penstock_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_SOURCE = re.compile(r'(?:model|replica)="(?:[^"\\]|\\.)*",?')
+"""Labels that tell backends apart."""
 _IS_ZERO_WHEN_IDLE = (
     "penstock_sequences_running",
     "penstock_sequences_waiting",
@@ -28,27 +30,51 @@ _IS_ZERO_WHEN_IDLE = (
 _ENDED = tuple(
     f'penstock_requests_total{{outcome="{name}"}}' for name in ("finished", "cancelled", "failed", "expired")
 )
+_ACCEPTED = "penstock_requests_accepted_total"
 _FINISHED = 'penstock_requests_total{outcome="finished"}'
 _POLL_S = 0.1
 _TOTALS_S = 0.6
 """The totals of all frontends are updated four times a second."""
 
 Samples = dict[str, float]
+_UP, _BACKENDS = "penstock_backend_up", "backends"
 
 
 def parse_metrics(text: str) -> Samples:
-    """Samples by name with labels, as in the text."""
-    return {name + (labels or ""): float(value) for name, labels, value in _SAMPLE.findall(text)}
+    """Samples by name with labels; those of several backends are added up. `backends` is their number."""
+    samples: Samples = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        rest = _SOURCE.sub("", labels).rstrip(",")
+        full = f"{name}{{{rest}}}" if rest else name
+        samples[full] = samples.get(full, 0.0) + float(value)
+        if name == _UP:
+            samples[_BACKENDS] = samples.get(_BACKENDS, 0.0) + 1
+    return samples
 
 
-async def read_metrics(http: HttpClient) -> Samples | None:
-    """None while the server or its backend does not answer."""
-    try:
-        reply = await http.get("/metrics")
-    except ConnectionBroken:
-        return None
-    samples = parse_metrics(reply.body.decode(errors="replace")) if reply.status == 200 else {}
-    return samples if samples.get("penstock_backend_up") == 1 else None
+def num_frontends(samples: Samples) -> float:
+    """Return how many workers a backend knows on average."""
+    return samples.get("penstock_frontends", -1.0) / max(1.0, samples.get(_UP, 0.0))
+
+
+class Numbers:
+    """Reads a server's /metrics."""
+
+    def __init__(self, http: HttpClient) -> None:
+        self.http = http
+        self.may_sleep = False
+        """Backends come and go with their models, and their counts with them."""
+
+    async def read(self) -> Samples | None:
+        """None while the server or one of its backends does not answer. A model that sleeps has no numbers."""
+        try:
+            reply = await self.http.get("/metrics")
+        except ConnectionBroken:
+            return None
+        samples = parse_metrics(reply.body.decode(errors="replace")) if reply.status == 200 else {}
+        if not samples or (samples.get(_UP) != samples.get(_BACKENDS) and not self.may_sleep):
+            return None
+        return dict.fromkeys(_IS_ZERO_WHEN_IDLE, 0.0) | {_ACCEPTED: 0.0} | samples if self.may_sleep else samples
 
 
 async def is_ready(http: HttpClient) -> bool:
@@ -77,7 +103,7 @@ class IdleServer:
     """Times that /metrics was read."""
 
 
-async def wait_idle(http: HttpClient, timeout_s: float) -> IdleServer:
+async def wait_idle(numbers: Numbers, timeout_s: float) -> IdleServer:
     """Wait until nothing runs, waits or holds a page and the books of the backend balance.
 
     After the time-out the samples are what they are. Raises ChaosError if nobody answers.
@@ -85,7 +111,7 @@ async def wait_idle(http: HttpClient, timeout_s: float) -> IdleServer:
     started_s, num_reads = time.monotonic(), 0
     latest: Samples | None = None
     while True:
-        samples = await read_metrics(http)
+        samples = await numbers.read()
         num_reads += samples is not None
         latest = samples or latest
         waited_s = time.monotonic() - started_s
@@ -96,15 +122,15 @@ async def wait_idle(http: HttpClient, timeout_s: float) -> IdleServer:
         await asyncio.sleep(_POLL_S)
 
 
-async def wait_totals(http: HttpClient, timeout_s: float) -> IdleServer:
+async def wait_totals(numbers: Numbers, timeout_s: float) -> IdleServer:
     """Wait as `wait_idle` does, and until the totals count every answer before the last reading, but not that one.
 
     Raises ChaosError.
     """
-    num_reads = (await wait_idle(http, timeout_s)).num_reads
+    num_reads = (await wait_idle(numbers, timeout_s)).num_reads
     while True:
         await asyncio.sleep(_TOTALS_S)
-        idle = await wait_idle(http, timeout_s)
+        idle = await wait_idle(numbers, timeout_s)
         num_reads += idle.num_reads
         if idle.num_reads == 1 or idle.waited_s > timeout_s:
             return replace(idle, num_reads=num_reads)
@@ -114,11 +140,11 @@ def _unbalanced(samples: Samples) -> dict[str, tuple[float, float]]:
     """Return each wrong number of an idle server, with its right value."""
     wrong = {name: (samples.get(name, -1.0), 0.0) for name in _IS_ZERO_WHEN_IDLE if samples.get(name) != 0}
     accepted, ended = (
-        samples.get("penstock_requests_accepted_total", -1.0),
+        samples.get(_ACCEPTED, -1.0),
         sum(samples.get(name, 0) for name in _ENDED),
     )
     if accepted != ended:
-        wrong["penstock_requests_accepted_total against its outcomes"] = (accepted, ended)
+        wrong[f"{_ACCEPTED} against its outcomes"] = (accepted, ended)
     return wrong
 
 
@@ -146,7 +172,7 @@ class CountedRound:
         choices, tokens = 0, 0
         for answer in answers:
             choices, tokens = choices + len(answer.choices), tokens + answer.received_tokens
-        return cls(len(answers), choices, tokens, reads, most_checks)
+        return cls(sum(answer.refusal is None for answer in answers), choices, tokens, reads, most_checks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +198,7 @@ def check_storm(ledger: Ledger, before: StormTotals, after: StormTotals, when: s
     def grew(name: str) -> float:
         return after.samples.get(name, 0.0) - before.samples.get(name, 0.0)
 
-    accepted, finished = grew("penstock_requests_accepted_total"), grew(_FINISHED)
+    accepted, finished = grew(_ACCEPTED), grew(_FINISHED)
     tokens = grew("penstock_tokens_streamed_total")
     complete, sent = after.complete_choices - before.complete_choices, after.choices - before.choices
     for name, less, more in (
@@ -191,9 +217,7 @@ def check_counted(ledger: Ledger, before: Samples, after: Samples, counted: Coun
     def grew(*names: str) -> float:
         return sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names)
 
-    ledger.expect(
-        "undisturbed requests that the backend accepted", grew("penstock_requests_accepted_total"), counted.streams
-    )
+    ledger.expect("undisturbed requests that the backend accepted", grew(_ACCEPTED), counted.streams)
     ledger.expect("undisturbed requests that the backend finished", grew(_FINISHED), counted.streams)
     ended = [f'penstock_streams_total{{outcome="{name}"}}' for name in ("stop", "length")]
     ledger.expect("undisturbed streams that frontends finished", grew(*ended), counted.streams)

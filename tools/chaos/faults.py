@@ -32,6 +32,7 @@ _SIGNALS = {
     FaultKind.KILL_WORKER: ("worker", signal.SIGKILL),
     FaultKind.TERMINATE_WORKER: ("worker", signal.SIGTERM),
     FaultKind.STOP_WORKER: ("worker", signal.SIGSTOP),
+    FaultKind.HANG_UP_WORKER: ("worker", signal.SIGHUP),
 }
 
 
@@ -39,6 +40,9 @@ _READY_IS_STALE = frozenset(
     {FaultKind.KILL_BACKEND, FaultKind.TERMINATE_BACKEND, FaultKind.HANG_BACKEND, FaultKind.KILL_WORKER}
 )
 _LONGEST_HANG_S = 10.0
+_UPGRADE_TIMEOUT_S = 600.0
+"""It starts one backend after the other."""
+_LOOK_S = 0.05
 _STALE_S = 2.2
 """/ready may be green for 2 s after a backend's last turn, and when another worker answers."""
 
@@ -50,11 +54,14 @@ class FaultInjector:
         self.done: list[DoneFault] = []
         hang_timeout_s = server.options.hang_timeout_s
         is_patient = not 0 < hang_timeout_s <= _LONGEST_HANG_S
+        # More requests would come during a longer hang than may wait.
         self.left_out = frozenset({FaultKind.HANG_BACKEND} if is_patient else ())
-        """More requests would come during a longer hang than may wait."""
+        if server.options.may_sleep:
+            self.left_out |= {FaultKind.UPGRADE, FaultKind.UPGRADE_AND_KILL, FaultKind.RESTART_FRONTEND_B}
         self._server = server
         self._ledger = ledger
-        self._frontends = (HttpClient(server.url_a), HttpClient(server.url_b))
+        urls = [server.url_a] if server.options.may_sleep else [server.url_a, server.url_b]
+        self._frontends = [HttpClient(url) for url in urls]
 
     async def run(self, faults: Sequence[Fault], lasts_s: float, before_each: Callable[[], Awaitable[None]]) -> None:
         """Faults that would come later than lasts_s after now are left out, because the last ones took their time.
@@ -75,7 +82,7 @@ class FaultInjector:
             self.done.append(DoneFault(fault.kind.value, injected_s, time.monotonic() - injected_s))
 
     async def recovered(self) -> None:
-        """Return when both frontends are ready. Raises ChaosError."""
+        """Return when all frontends are ready. Raises ChaosError."""
         self._server.check_alive()
         for frontend in self._frontends:
             await wait_ready(frontend, _RECOVERY_TIMEOUT_S)
@@ -90,6 +97,10 @@ class FaultInjector:
                     await self._wait_ended(pid)
             case FaultKind.RESTART_FRONTEND_B:
                 await self._restart_frontend_b()
+            case FaultKind.UPGRADE:
+                await self._upgrade(None)
+            case FaultKind.UPGRADE_AND_KILL:
+                await self._upgrade(fault)
             case _:
                 await self._signal(fault)
 
@@ -124,12 +135,12 @@ class FaultInjector:
         await self._wait_ended(pid, every_s=0.01)
         kill.gone_s = time.monotonic()
 
-    async def _wait_ended(self, pid: int, every_s: float = 0.1) -> None:
+    async def _wait_ended(self, pid: int, every_s: float = 0.1, timeout_s: float = 0.0) -> None:
         """Wait until a process that drains or hangs is gone.
 
         A second SIGTERM would end its streams, so it gets only one.
         """
-        timeout_s = self._server.options.drain_timeout_s + _EXIT_MARGIN_S
+        timeout_s = timeout_s or self._server.options.drain_timeout_s + _EXIT_MARGIN_S
         deadline_s = time.monotonic() + timeout_s
         while is_running(pid):
             if time.monotonic() > deadline_s:
@@ -146,6 +157,26 @@ class FaultInjector:
         await self._wait_ended(child.pid)
         self._ledger.expect("exit status of a drained frontend", child.process.poll(), 0)
         self._server.start_frontend_b()
+
+    async def _upgrade(self, fault: Fault | None) -> None:
+        """Upgrade; with a fault, kill the first new backend at some moment of its start.
+
+        Then the old one goes on, and the command fails; or the new one has taken over, and is replaced as after any
+        death.
+        """
+        old = set(self._server.roles().get("backend", ()))
+        upgrade = self._server.start_upgrade()
+        while fault is not None and upgrade.process.poll() is None:
+            if new := [pid for pid in self._server.roles().get("backend", ()) if pid not in old]:
+                await asyncio.sleep(fault.lasts_s)
+                with suppress(ProcessLookupError):
+                    os.kill(new[0], signal.SIGKILL)
+                break
+            await asyncio.sleep(_LOOK_S)
+        await self._wait_ended(upgrade.pid, timeout_s=_UPGRADE_TIMEOUT_S)
+        status = upgrade.process.poll()
+        if fault is None or status not in (0, 1):
+            self._ledger.expect("exit status of an upgrade", status, 0)
 
     def close(self) -> None:
         for frontend in self._frontends:

@@ -39,6 +39,8 @@ class Answer:
     completion_tokens: int = 0
     """Tokens by the usage; 0 without a usage."""
     has_token_ids: bool = True
+    refusal: tuple[int, str] | None = None
+    """Status and code of the error, if that is the answer. A stream that has begun has the code in an event."""
 
     @property
     def received_tokens(self) -> int:
@@ -114,6 +116,8 @@ NEEDS_RETRY_AFTER = frozenset({429, 503, 529})
 
 def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
     """Say where an answer departs from the right one; empty if it does not. A part must be a beginning of it."""
+    if is_whole and (got.refusal or ("",))[-1] != (right.refusal or ("",))[-1]:
+        return f"{got.refusal or 'an answer'} instead of {right.refusal or 'an answer'}"
     if is_whole and len(got.choices) != len(right.choices):
         return f"{len(got.choices)} choices instead of {len(right.choices)}"
     for index, (have, want) in enumerate(zip(got.choices, right.choices, strict=False)):
@@ -204,6 +208,9 @@ class Ledger:
             return EndKind.DROPPED
         if ending.is_broken and any(kill.explains(ending) for kill in self._kills):
             return self._judge_cut(ending)
+        if right.refusal is not None and ending.code == right.refusal[1]:
+            self.refusals[f"{ending.status} {ending.code}"] += 1
+            return EndKind.REFUSED
         if ending.fault:
             self.imbalance("a request failed", f"{name}: {ending.fault}")
             return EndKind.FAILED

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.tools.bench.load_generator.workload import draw_words
 
 _LONG_PROMPT_WORDS = 600
+_POOLING = ("/v1/embeddings", "/v1/rerank")
 _ITEM_SCHEMA = {
     "type": "object",
     "properties": {
@@ -41,6 +42,11 @@ class Recipe:
     body: dict[str, Any]
     choices: int = 1
     """Choices of the whole answer: those of all its prompts."""
+
+    @property
+    def can_stream(self) -> bool:
+        """Whether its endpoint generates text."""
+        return self.path not in _POOLING
 
     @property
     def has_token_ids(self) -> bool:
@@ -102,6 +108,30 @@ def make_recipes(model: str, vocab_size: int | None, seed: int, count: int) -> l
         if recipe.has_token_ids:
             recipe.body["return_token_ids"] = True
         recipes.append(recipe)
+    return recipes
+
+
+def make_further_recipes(models: list[str], seed: int) -> list[Recipe]:
+    """A few recipes for each further model: an adapter, a model that sleeps, embeds, or cannot be used.
+
+    What it cannot do it refuses, and then the refusal is the right answer.
+    """
+    rng = random.Random(f"further recipes {seed}")
+    recipes: list[Recipe] = []
+    for model in models:
+        texts = [draw_words(rng, rng.randint(2, 30)) for _ in range(2)]
+        bodies: list[tuple[str, int, dict[str, Any]]] = [
+            ("/v1/completions", 1, {"prompt": texts[0], "max_tokens": rng.randint(4, 40), "ignore_eos": True}),
+            ("/v1/chat/completions", 1, {"messages": _messages(rng), "max_tokens": rng.randint(4, 40)}),
+            ("/v1/embeddings", 2, {"input": texts, "encoding_format": "base64"}),
+            ("/v1/rerank", 2, {"query": draw_words(rng, 4), "documents": texts}),
+        ]
+        for path, choices, body in bodies:
+            own = {"model": model} | ({} if path in _POOLING else {"temperature": 0})
+            recipe = Recipe(f"{model} {path} {len(recipes)}", path, own | body, choices)
+            if recipe.has_token_ids:
+                recipe.body["return_token_ids"] = True
+            recipes.append(recipe)
     return recipes
 
 
@@ -215,10 +245,10 @@ class Workload:
             recipe = self.recipes[rng.randrange(min(self.hot, len(self.recipes)))]
         else:
             recipe = rng.choices(self.recipes, self._weights)[0]
-        is_stream = rng.random() < 0.7
+        is_stream = rng.random() < 0.7 and recipe.can_stream
         hangup = _draw_hangup(rng, is_stream) if rng.random() < self.drop_rate else None
         pause_s = rng.uniform(0.1, 1.0) if is_stream and hangup is None and rng.random() < 0.03 else 0.0
-        cache_salt = f"{self.seed}-{index}" if rng.random() < 0.15 else None
+        cache_salt = f"{self.seed}-{index}" if rng.random() < 0.15 and recipe.can_stream else None
         may_join = rng.random() < 0.8
         return Act(index, recipe, tenant, entrance, is_stream, may_join, hangup, pause_s, in_flood, cache_salt)
 
@@ -237,7 +267,7 @@ def _draw_hangup(rng: random.Random, is_stream: bool) -> Hangup:
 
 
 class FaultKind(enum.Enum):
-    """A fault of the server's processes. A killed one gets SIGKILL, a terminated one SIGTERM."""
+    """A fault of the server's processes, or an upgrade. A killed process gets SIGKILL, a terminated one SIGTERM."""
 
     KILL_BACKEND = "backend killed"
     TERMINATE_BACKEND = "backend terminated"
@@ -247,9 +277,13 @@ class FaultKind(enum.Enum):
     KILL_WORKER = "worker killed"
     TERMINATE_WORKER = "worker terminated"
     STOP_WORKER = "worker stopped"
+    HANG_UP_WORKER = "worker hung up"
+    """SIGHUP: it reads its files again."""
     RELOAD = "keys reloaded"
     RESTART_FRONTEND_A = "frontend A restarted"
     RESTART_FRONTEND_B = "frontend B restarted"
+    UPGRADE = "backends upgraded"
+    UPGRADE_AND_KILL = "new backend of an upgrade killed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient
-from penstock.tools.bench.load_generator.target import Target
+from penstock.tools.bench.load_generator.target import offered_models
 from penstock.tools.chaos.census import ProcessState, Watch, check_memory, take_census
 from penstock.tools.chaos.client import ChaosClient
 from penstock.tools.chaos.counters import (
     CountedRound,
+    Numbers,
     Samples,
     StormTotals,
     check_counted,
     check_idle,
     check_storm,
     is_ready,
-    read_metrics,
+    num_frontends,
     wait_idle,
     wait_totals,
 )
 from penstock.tools.chaos.errors import ChaosError
 from penstock.tools.chaos.faults import FaultInjector
 from penstock.tools.chaos.ledger import Allowance, Answer, EndKind, Ledger, difference
-from penstock.tools.chaos.plan import Act, Recipe, Tenant, Workload, draw_faults, make_recipes
+from penstock.tools.chaos.plan import Act, Recipe, Tenant, Workload, draw_faults, make_further_recipes, make_recipes
 from penstock.tools.chaos.report import Outcome
 from penstock.tools.chaos.server import Server
 
@@ -37,6 +38,7 @@ _SETTLE_TIMEOUT_S = 30.0
 _GRACE_S = 90.0
 """Time that the last requests of a round may take to end. Later ones are lost."""
 _CENSUS_TIMEOUT_S = 10.0
+_SLEEP_TIMEOUT_S = 60.0
 _REFERENCE_CLIENTS = 4
 _ROUND_S = 60.0
 _WARM_UP_SHARE = 0.05
@@ -89,7 +91,7 @@ class ChaosRun:
         self._entrances = list(entrances)
         self._clients = [ChaosClient(HttpClient(url)) for url in entrances]
         # Numbers are read from the server itself where we know it: a proxy's choice of a frontend does not matter.
-        self._numbers = HttpClient(server.url_a if server is not None else entrances[0])
+        self._numbers = Numbers(HttpClient(server.url_a if server is not None else entrances[0]))
         self._recipes: list[Recipe] = []
         self._references: dict[str, Answer] = {}
         self._watch = Watch()
@@ -131,8 +133,9 @@ class ChaosRun:
         if server is None:
             return
         await self._wait_started(server, server.url_a)
-        server.start_frontend_b()
-        await self._wait_started(server, server.url_b)
+        if not server.options.may_sleep:
+            server.start_frontend_b()
+            await self._wait_started(server, server.url_b)
         server.start_proxies()
         self._entrances = server.entrances
         self._clients = [ChaosClient(HttpClient(url)) for url in self._entrances]
@@ -157,18 +160,29 @@ class ChaosRun:
         key = self._tenants[0].api_key
         http = HttpClient(self._entrances[0], key)
         try:
-            target = await Target.discover(http, "completions", None)
+            offered = await offered_models(http, "/v1/models")
         except BenchError as error:
             raise ChaosError(str(error)) from None
         finally:
             http.close()
-        self.outcome.model = target.model
-        recipes = make_recipes(target.model, target.vocab_size, self._plan.seed, self._plan.num_recipes)
-        self._recipes = recipes
+        self.outcome.model = ", ".join(model.id for model in offered)
+        self._numbers.may_sleep = any(model.state is not None for model in offered)
+        first = offered[0]
+        further = [model.id for model in offered[1:] if model.root in (None, model.id)]
+        if first.vocab_size is not None and first.kv_cache_tokens is None:  # it generates no text
+            further = [first.id] * (self._plan.num_recipes // 4) + further
+            recipes = []
+        else:
+            recipes = make_recipes(first.id, first.vocab_size, self._plan.seed, self._plan.num_recipes)
+        self._recipes = recipes = recipes + make_further_recipes(further, self._plan.seed)
         answers = await self._ask_all(recipes, is_stream=False)
         self._references = {recipe.name: answer for recipe, answer in zip(recipes, answers, strict=True)}
         tokens = sum(answer.received_tokens for answer in answers)
-        self._say(f"{len(recipes)} undisturbed answers of {tokens:,} tokens")
+        refusals = Counter(answer.refusal for answer in answers if answer.refusal is not None)
+        if refusals.total() == len(answers):
+            raise ChaosError(f"every undisturbed request was refused, the first with {answers[0].refusal}")
+        told = "".join(f", {count} refused with {status} {code}" for (status, code), count in refusals.items())
+        self._say(f"{len(recipes)} undisturbed answers of {tokens:,} tokens{told}")
         return Workload(recipes, self._tenants, len(self._clients), self._plan.seed, self._plan.drop_rate)
 
     async def _ask_all(self, recipes: Sequence[Recipe], *, is_stream: bool) -> list[Answer]:
@@ -258,7 +272,7 @@ class ChaosRun:
         check_idle(self._ledger, idle.samples, when)
         samples = (await wait_totals(self._numbers, _SETTLE_TIMEOUT_S)).samples
         totals = StormTotals.of(samples, self._ledger)
-        if is_quiet and self._totals is not None:
+        if is_quiet and self._totals is not None and not self._numbers.may_sleep:
             check_storm(self._ledger, self._totals, totals, when)
         self._totals = totals
         self._close_connections()
@@ -269,6 +283,11 @@ class ChaosRun:
         self._say(f"{when}: {ends}; {sum(self._ledger.imbalances.values())} imbalances")
 
     async def _check_processes(self, server: Server, when: str, *, is_base: bool, is_quiet: bool) -> None:
+        deadline_s = time.monotonic() + _SLEEP_TIMEOUT_S
+        while self._numbers.may_sleep and "backend" in server.roles():
+            if time.monotonic() > deadline_s:
+                raise ChaosError(f"a model that nobody needs was still awake after {_SLEEP_TIMEOUT_S:g} s")
+            await asyncio.sleep(0.2)
         states = take_census(server.roles())
         if is_base:
             self._watch.take_base(states)
@@ -289,15 +308,15 @@ class ChaosRun:
         if zombies := server.zombies():
             problems.append(("zombie processes", str(zombies)))
         workers = sum(state.role == "worker" for state in states)
-        samples = await read_metrics(self._numbers)
-        self._numbers.close()
-        known = None if samples is None else samples.get("penstock_frontends")
-        if known != workers:
+        samples = await self._numbers.read()
+        self._numbers.http.close()
+        known = None if samples is None else num_frontends(samples)
+        if known != workers and not self._numbers.may_sleep:
             problems.append(("workers that the backend does not know", f"it knows {known} of {workers}"))
         return problems
 
     async def _note_resumed(self) -> None:
-        samples = await read_metrics(self._numbers)
+        samples = await self._numbers.read()
         if samples is not None:
             self._note_resumed_in(samples)
 
@@ -317,6 +336,8 @@ class ChaosRun:
                 self._ledger.imbalance("an undisturbed answer is wrong after the chaos", f"{recipe.name}: {wrong}")
         after = await wait_totals(self._numbers, _SETTLE_TIMEOUT_S)
         checks = None if self._server is None else self._server.most_checks(time.monotonic() - started_s)
+        if self._numbers.may_sleep:
+            return
         counted = CountedRound.of(answers, after.num_reads, checks)  # the last reading before, but not the last of all
         check_counted(self._ledger, before.samples, after.samples, counted)
 
@@ -353,7 +374,7 @@ class ChaosRun:
     def _close_connections(self) -> None:
         for client in self._clients:
             client.http.close()
-        self._numbers.close()
+        self._numbers.http.close()
 
 
 def _allowance(act: Act) -> Allowance:

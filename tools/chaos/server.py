@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import secrets
 import shlex
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from penstock.frontend.options import FrontendOptions
 from penstock.process.children import stat_fields
 from penstock.process.options import make_app, to_argv
 from penstock.process.supervisor import module_argv
-from penstock.serve.options import ServeOptions, select_options
+from penstock.serve.options import ServeOptions, backend_options, frontend_options, one_or_several
+from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.census import ELASTIC_ROLE
+from penstock.tools.chaos.counters import is_ready
 from penstock.tools.chaos.errors import COMMAND, ChaosError
 from penstock.tools.chaos.plan import Tenant
 from penstock.tools.chaos.proxies import SHIPPED, Addresses, Child, Proxy
@@ -30,13 +33,19 @@ _MODULES = {
     "penstock.frontend.main": "frontend",
     "penstock.frontend.worker": "worker",
     "penstock.backend.structured_output.compile_child": ELASTIC_ROLE,
+    "penstock.serve.sleeping_models.sizes": "estimate of sizes",
 }
 _DECIDED = ("host", "port", "socket", "uds", "listen_fd", "api_key", "api_key_file", "ssl_certfile", "ssl_keyfile")
 _IN_FLIGHT_OF_LIMITED = 12
+_SLEEP_AFTER_S = "2"
+"""Models that may sleep do so after each round, so that the census finds the same processes."""
+_START_TIMEOUT_S = 600.0
+_ORPHANS_TIMEOUT_S = 10.0
+_POLL_S = 0.1
 
 
-def parse_serve_options(text: str) -> ServeOptions:
-    """Read the options of `penstock serve` from one line. A wrong one ends the process with one line.
+def parse_serve_options(words: Sequence[str]) -> ServeOptions:
+    """Read the options of `penstock serve`. A wrong one ends the process with one line.
 
     Raises ChaosError for an option that the run decides.
     """
@@ -47,22 +56,27 @@ def parse_serve_options(text: str) -> ServeOptions:
     def _take(*, options: ServeOptions = ServeOptions()) -> None:  # noqa: B008 - frozen
         parsed.append(options)
 
-    app(shlex.split(text), result_action="return_value")
+    app(list(words), result_action="return_value")
     if not parsed:
-        raise ChaosError(f'--start "{text}" has no options to start with')
+        raise ChaosError(f'--start "{shlex.join(words)}" has no options to start with')
     default = ServeOptions()
     for name in _DECIDED:
         if getattr(parsed[0], name) != getattr(default, name):
             raise ChaosError(f"--start has --{name.replace('_', '-')}, which {COMMAND} decides itself; leave it out")
-    return parsed[0]
+    return one_or_several(parsed[0])
 
 
 class Server:
-    """`penstock serve` (frontend A), `frontend` (B) on the same backend, and proxies, all on loopback."""
+    """`penstock serve` (frontend A), `frontend` (B) on the same backends, and proxies, all on loopback.
 
-    def __init__(self, options: ServeOptions, behind: Sequence[str], directory: Path, configurations: Path) -> None:
-        """directory is this run's own. Raises ChaosError."""
-        self.options = options
+    Models that sleep have no frontend B: their workers share a table with the supervisor.
+    """
+
+    def __init__(self, words: Sequence[str], behind: Sequence[str], directory: Path, configurations: Path) -> None:
+        """words are options of `penstock serve`; directory is this run's own. Raises ChaosError."""
+        options = parse_serve_options(words)
+        if options.may_sleep and not options.sleep_after_s:
+            words = [*words, "--sleep-after-s", _SLEEP_AFTER_S]
         self.directory = directory
         self.runtime = directory / "run"
         self.runtime.mkdir(mode=0o700)
@@ -74,22 +88,27 @@ class Server:
         ]
         self._has_spare_key = False
         self._write_keys()
-        self._environment = os.environ | {"XDG_RUNTIME_DIR": str(self.runtime)}
+        state = {"PENSTOCK_STATE_DIR": str(directory / "state")}
+        self._environment = os.environ | state | {"XDG_RUNTIME_DIR": str(self.runtime)}
         port_a, self._port_b = free_port(), free_port()
         self.url_a, self.url_b = f"http://127.0.0.1:{port_a}", f"http://127.0.0.1:{self._port_b}"
-        common = dataclasses.replace(options, api_key_file=self._keys, state_dir=str(directory / "state"))
-        argv = to_argv(dataclasses.replace(common, port=port_a))
-        place = argv.index("--socket")
-        del argv[place : place + 2]  # `serve` takes a path of its own, and removes it at its end
-        serve_argv = module_argv("penstock.main", ["serve", *argv])
-        self.serve = Child("penstock serve", serve_argv, self._environment, directory / "serve.log")
-        self._socket = self.runtime / "penstock" / f"serve-{self.serve.pid}.sock"
-        self._argv_b = to_argv(
-            select_options(dataclasses.replace(common, port=self._port_b, socket=self._socket), FrontendOptions)
+        self.options = options = dataclasses.replace(
+            options, api_key_file=self._keys, socket=self.runtime / "s.sock", port=self._port_b
         )
+        decided = ["--port", str(port_a), "--socket", str(options.socket), "--api-key-file", str(self._keys)]
+        self._serve_argv = module_argv("penstock.main", ["serve", *words, *decided])
+        self.serve = self._start_serve()
+        self._argv_b = to_argv(frontend_options(options, backend_options(options)))
         self.frontend_b: Child | None = None
         self.proxies: list[Proxy] = []
         self._behind, self._configurations = behind, configurations
+
+    def _start_serve(self) -> Child:
+        return Child("penstock serve", self._serve_argv, self._environment, self.directory / "serve.log")
+
+    def start_upgrade(self) -> Child:
+        argv = module_argv("penstock.main", ["upgrade", "--server", str(self.options.socket)])
+        return Child("penstock upgrade", argv, self._environment, self.directory / "upgrade.log")
 
     def start_frontend_b(self) -> None:
         """Start it as the first or as the next one; it takes the same port."""
@@ -175,8 +194,32 @@ class Server:
                 faults.append(f"{child.name} ended with status {status}: {child.log_text()[-300:]}")
             if left := child.kill_rest():
                 faults.append(f"{child.name} left processes behind: {left}")
-        if files := [str(path.relative_to(self.runtime)) for path in self.runtime.rglob("*") if not path.is_dir()]:
-            faults.append(f"files are left behind: {', '.join(sorted(files))}")
+        paths = [path for path in self.runtime.rglob("*") if not path.is_dir() and path.suffix != ".lock"]
+        if files := sorted(str(path.relative_to(self.runtime)) for path in paths):
+            faults.append(f"files are left behind: {', '.join(files)}")
+        return faults
+
+    def kill_supervisors(self) -> list[str]:
+        """Start the server again after `stop`, kill its supervisor while it starts and when it is ready, and return
+        what outlives it. Raises ChaosError."""
+        faults = []
+        for waits in (False, True):
+            self.serve = self._start_serve()
+            deadline_s = time.monotonic() + _START_TIMEOUT_S
+            while len(session_members(self.serve.pid)) < 2 or (waits and not asyncio.run(_is_up(self.url_a))):
+                self.serve.check_alive()
+                if time.monotonic() > deadline_s:
+                    raise ChaosError(f"the server was not ready again in {_START_TIMEOUT_S:g} s")
+                time.sleep(_POLL_S)
+            self.serve.process.kill()
+            self.serve.process.wait()
+            deadline_s = time.monotonic() + _ORPHANS_TIMEOUT_S
+            while (left := session_members(self.serve.pid)) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            if left:
+                roles = ", ".join(f"{_role(pid)} {pid}" for pid in left)
+                faults.append(f"{_ORPHANS_TIMEOUT_S:g} s after SIGKILL of the supervisor: {roles}")
+                self.serve.kill_rest()
         return faults
 
     def tracebacks(self) -> Iterator[str]:
@@ -201,9 +244,17 @@ def _role(pid: int) -> str:
     return f"child of {role}" if is_forked else role
 
 
+async def _is_up(url: str) -> bool:
+    http = HttpClient(url)
+    try:
+        return await is_ready(http)
+    finally:
+        http.close()
+
+
 @contextmanager
 def started(
-    options: ServeOptions, behind: Sequence[str], configurations: Path = SHIPPED, keep_in: Path | None = None
+    words: Sequence[str], behind: Sequence[str], configurations: Path = SHIPPED, keep_in: Path | None = None
 ) -> Iterator[Server]:
     """A server whose processes have been started; the caller waits until they are ready. At exit all of it is gone.
 
@@ -215,6 +266,6 @@ def started(
             directory.mkdir(parents=True)
         else:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-chaos-")))
-        server = Server(options, behind, directory, configurations)
+        server = Server(words, behind, directory, configurations)
         stack.callback(server.stop)
         yield server

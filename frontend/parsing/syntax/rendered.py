@@ -17,6 +17,7 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
 )
 from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.text.render_budget import INLINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -128,7 +129,7 @@ class Renderings:
     def _rendered(self, messages: list[ChatMessage], *, is_prompt: bool) -> str | None:
         body = ChatBody(messages=messages, tools=_TOOLS, add_generation_prompt=is_prompt, enable_thinking=True)
         try:
-            return self._template.render(body)
+            return self._template.render(body, INLINE)
         except TemplateRefusedError:
             return None
 

@@ -159,6 +159,11 @@ class ModelAttendant:
         if child is None:
             if state is ModelState.STARTING:
                 self._start(index)
+        elif state in _LOADS and child.end is not None and child.end < 0 and not model.num_failures:
+            model.num_failures = 1
+            self._log(f"model {model.name}: its backend {describe_end(child.end)} while it was loaded; once more")
+            self._supervisor.remove(child)
+            self._start(index)
         elif state in _LOADS and child.end is not None:
             self._fail(index, child, child.end)
         elif state in _LOADS and model.prepared.heartbeat.last_ns:

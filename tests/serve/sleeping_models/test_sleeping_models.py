@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import httpx
 import pytest
 
 from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
-from tests.serve.serve_process import Start
+from penstock.tools.processes import descendants, module_of
+from tests.serve.serve_process import Serve, Start
 from tests.system.processes import wait_until
 
 ROOM_FOR_ONE = "400MB"
@@ -19,9 +22,15 @@ def states(client: httpx.Client) -> dict[str, str]:
     return {model["id"]: model["state"] for model in client.get("/v1/models").json()["data"]}
 
 
+REQUEST: dict[str, object] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+
+
 def complete(client: httpx.Client, model: str, **changes: object) -> httpx.Response:
-    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0} | changes
-    return client.post("/v1/completions", json=body)
+    return client.post("/v1/completions", json=REQUEST | {"model": model} | changes)
+
+
+def backends(serve: Serve) -> list[int]:
+    return [pid for pid in descendants(serve.process.pid) if module_of(pid) == "penstock.backend.main"]
 
 
 @pytest.fixture
@@ -80,7 +89,9 @@ def test_models_take_turns_in_memory_for_one(start: Start, directory: Path) -> N
     assert serve.stop() == 0
 
 
-def test_model_that_nobody_needs_falls_asleep_and_a_stream_waits_for_it(start: Start, directory: Path) -> None:
+def test_model_that_nobody_needs_falls_asleep_and_a_stream_waits_even_if_its_backend_is_killed(
+    start: Start, directory: Path
+) -> None:
     serve = start(
         "--model", "a=penstock-demo", "--model", "b=penstock-demo", "--sleep-after-s", "0.5",
         "--keep-alive-interval-s", "0.05",
@@ -90,9 +101,13 @@ def test_model_that_nobody_needs_falls_asleep_and_a_stream_waits_for_it(start: S
         serve.errors.wait_for(" sleeps after ")
     with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:
         assert client.get("/ready").status_code == 200
-        answer = complete(client, "b", stream=True).text
+        with client.stream("POST", "/v1/completions", json=REQUEST | {"model": "b", "stream": True}) as stream:
+            wait_until(lambda: backends(serve), 60.0)
+            os.kill(backends(serve)[0], signal.SIGKILL)
+            answer = stream.read().decode()
         assert answer.startswith(": keep-alive\n\n")
         assert answer.endswith("data: [DONE]\n\n")
+        serve.errors.wait_for("model b: its backend died by SIGKILL while it was loaded; once more")
         serve.errors.wait_for("model b is awake after ")
         serve.errors.wait_for("model b sleeps after ")
         assert set(states(client).values()) == {"asleep"}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         (("--url", "http://127.0.0.1:1", "--start", "--workers 2"), "leave --start and --behind out"),
         (("--url", "https://127.0.0.1:1"), "is not an address of the form http://host:port"),
         (("--url", "http://127.0.0.1:1"), "/v1/models: no connection to 127.0.0.1:1"),
+        (("--url", "http://127.0.0.1:1", "--bad-models", "3"), "--bad-models needs files of its own"),
         (("--api-key", "k"), "--api-key is for --url"),
         (("--start", "--port 80"), "--start has --port"),
         (("--start", "--api-key-file keys"), "--start has --api-key-file"),

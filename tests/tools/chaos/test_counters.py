@@ -13,6 +13,7 @@ from penstock.tools.chaos.counters import (
     check_counted,
     check_idle,
     check_storm,
+    num_frontends,
     parse_metrics,
 )
 from penstock.tools.chaos.ledger import Answer, ChoiceAnswer, Ledger
@@ -64,6 +65,16 @@ def test_leaked_page_sequence_stream_or_request_is_named(name: str, value: float
     check_idle(ledger, idle(**{name: value}), "at the end")
     (imbalance,) = ledger.imbalances
     assert name.partition("{")[0].removeprefix("requests_") in imbalance or "requests_accepted" in imbalance
+
+
+def test_numbers_of_replicas_and_models_are_added_up() -> None:
+    samples = parse_metrics(
+        'penstock_backend_up{model="a",replica="1"} 1\npenstock_backend_up{model="b"} 0\n'
+        'penstock_requests_total{model="a",replica="1",outcome="finished"} 2\n'
+        'penstock_requests_total{model="a, b",outcome="finished"} 3\npenstock_frontends{model="a",replica="1"} 4\n'
+    )
+    assert samples['penstock_requests_total{outcome="finished"}'] == 5
+    assert (samples["penstock_backend_up"], samples["backends"], num_frontends(samples)) == (1, 2, 4)
 
 
 def test_missing_number_is_an_imbalance() -> None:

@@ -57,6 +57,24 @@ def test_wrong_answer_is_named(answer: Answer, named: str) -> None:
     assert named in ledger.examples["an answer is wrong"][0]
 
 
+UNUSABLE = Answer((), refusal=(503, "backend_unavailable"))
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind"),
+    [
+        (Ending(0, 1.0, 2.0, status=503, code="backend_unavailable"), EndKind.REFUSED),
+        (Ending(0, 1.0, 2.0, answer=UNUSABLE, status=200, code="backend_unavailable", fault="event"), EndKind.REFUSED),
+        (Ending(0, 1.0, 2.0, status=500, code="server_error"), EndKind.FAILED),
+        (WHOLE, EndKind.FAILED),
+    ],
+)
+def test_refusal_of_a_model_that_cannot_be_used_is_its_right_answer(ending: Ending, kind: EndKind) -> None:
+    ledger = Ledger()
+    ledger.open(0, 1)
+    assert ledger.end(ending, UNUSABLE, NOTHING_ALLOWED) is kind
+
+
 TEXT_ONLY = Answer((ChoiceAnswer("ab", (), "stop"),), prompt_tokens=7, completion_tokens=5, has_token_ids=False)
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from penstock.tools.chaos.plan import FaultKind, Stage, Tenant, Workload, draw_faults, make_recipes
+from penstock.tools.chaos.plan import (
+    FaultKind,
+    Stage,
+    Tenant,
+    Workload,
+    draw_faults,
+    make_further_recipes,
+    make_recipes,
+)
 
 TENANTS = [Tenant("alice"), Tenant("bob")]
 
@@ -44,6 +52,15 @@ def test_recipes_have_every_kind_and_token_ids_need_a_known_vocabulary() -> None
     assert {recipe.path for recipe in recipes} == paths
     assert all(isinstance(recipe.body.get("prompt", ""), str | list) for recipe in recipes)
     assert all(recipe.body["temperature"] == 0 or "seed" in recipe.body for recipe in recipes)
+
+
+def test_further_models_are_asked_for_everything() -> None:
+    recipes = make_further_recipes(["one", "two"], 0)
+    assert {(recipe.body["model"], recipe.can_stream) for recipe in recipes} == {
+        ("one", True), ("one", False), ("two", True), ("two", False),
+    }  # fmt: skip
+    acts = [act for group in Workload(recipes, TENANTS, 1, seed=0).groups(0, 400) for act in group]
+    assert not any(act.is_stream or act.cache_salt for act in acts if not act.recipe.can_stream)
 
 
 def test_every_fault_comes_in_its_turn_and_none_after_the_end_of_its_round() -> None:

@@ -19,8 +19,15 @@ GREEDY = {"temperature": 0}
 
 
 class OfferedModel(Struct):
+    """What only Penstock says may be missing."""
+
     id: str
     vocab_size: int | None = None
+    kv_cache_tokens: int | None = None
+    root: str | None = None
+    """The model's own name; id may be a further one."""
+    state: str | None = None
+    """Of models that may sleep."""
 
 
 class _Models(Struct):

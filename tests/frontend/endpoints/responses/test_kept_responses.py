@@ -55,9 +55,9 @@ async def test_long_conversation_is_rendered_in_a_thread(
     threads, translating = list[threading.Thread](), list[threading.Thread]()
     render, translate = ChatTemplate.render, endpoint.as_chat
 
-    def noted(template: ChatTemplate, body: ChatBody) -> str:
+    def noted(template: ChatTemplate, body: ChatBody, *limits: Any) -> str:
         threads.append(threading.current_thread())
-        return render(template, body)
+        return render(template, body, *limits)
 
     def noted_translation(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         translating.append(threading.current_thread())
