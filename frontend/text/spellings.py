@@ -24,6 +24,7 @@ _MAX_PREFIX = 32
 """Characters of a token's text that are compared before rendering: the expressions nest this deep."""
 _NUMBER = re.compile(r"\d+")
 """Tokens that differ in a number, of which a model may have thousands, are one form: with 0, for any number."""
+_WORD = re.compile(r"\w+")
 _NOTHING = "(?!)"
 _END = "\0"
 
@@ -46,7 +47,7 @@ class Spellings:
     def __init__(self, texts: Iterable[str], own: Collection[str] = ()) -> None:
         """own: those that the template itself looks for in an assistant's message, such as the end of reasoning."""
         # A word or a blank is ordinary text, and one character cannot be cut.
-        self._texts = {text for text in texts if len(text) > 1 and not text[0].isalnum() and not text.isspace()}
+        self._texts = {text for text in texts if len(text) > 1 and not _WORD.match(text) and not text.isspace()}
         self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
         self._any = _Expressions(self._texts)
         self._assistant = _Expressions(self._texts.difference(own)) if own else self._any
@@ -107,7 +108,7 @@ class _Expressions:
         firsts = (f"{re.escape(first)}(?={_any_of(rests, or_end=True)})" for first, rests in by_first.items())
         begun = "|".join(firsts) or _NOTHING
         middles = {form[skipped:-2][:_MAX_PREFIX] for form in forms for skipped in (1, 2)}
-        middles = {middle for middle in middles if len(middle) > 1 and not middle.isalnum()}
+        middles = {middle for middle in middles if len(middle) > 1 and not _WORD.fullmatch(middle)}
         continued = rf"\s*(?={_any_of(middles)})" if middles else _NOTHING
         self.begun, self.continued = re.compile(begun), re.compile(continued)
         self.either = re.compile(f"{begun}|{_END}{continued}")
