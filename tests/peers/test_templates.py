@@ -47,6 +47,7 @@ SCHEMA = {
     },
 }
 NAME = "find-boat"
+_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]{1,40}[|｜]>")
 
 
 @cache
@@ -99,6 +100,31 @@ def test_forced_calls_are_written_as_they_are_read() -> None:
     calls = [("f", '{"text": "a b", "number": 5}'), ("g", '{"x": "y"}')]
     for form in filter(None, (syntax_of(path).tools for path in TEMPLATES)):
         assert read(AnswerShape(tools=form, functions=FUNCTIONS), [written(form, calls)]) == ("", "", calls)
+
+
+def test_client_cannot_spell_what_templates_write() -> None:
+    for path in TEMPLATES:
+        template = template_of(path)
+        tokens = sorted(set(_TOKEN.findall(template.source)))
+        spellings, text = Spellings(tokens), f"the {' '.join(tokens)} cat"
+
+        def prompts(said: str) -> list[MarkedText]:
+            call = MessageToolCall("abcd12345", FunctionCall(NAME, json.dumps({"place": said})))
+            turns = [ChatMessage("assistant", "", tool_calls=[call]), ChatMessage("tool", said, tool_call_id=call.id)]
+            chats = ([ChatMessage("user", said)], [ChatMessage("user", "Where?"), *turns])
+            tools = [ChatTool(FunctionDefinition(NAME, said, SCHEMA))]
+            rendered = []
+            for messages in chats:
+                with contextlib.suppress(TemplateRefusedError):
+                    body = ChatBody(messages=list(messages), tools=tools)
+                    rendered.append(template.render_marked(body, spellings))  # noqa: B023 - called at once
+            return rendered
+
+        ordinary, attacks = prompts("the cat"), prompts(text)
+        assert not any(prompt.mark for prompt in ordinary), path
+        found = [[len(_TOKEN.findall(prompt.text)) for prompt in kind] for kind in (ordinary, attacks)]
+        assert found[0] == found[1], path
+        assert not tokens or not attacks or any(text in prompt.plain for prompt in attacks), path
 
 
 def reads(shape: AnswerShape, text: str) -> bool:
