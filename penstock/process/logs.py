@@ -111,7 +111,8 @@ class _LineFormatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
         """Fold each exception with its traceback's last frames, outermost first, and then what it came from."""
-        folded, error = [], ei[1]
+        folded: list[str] = []
+        error = ei[1]
         while error is not None and len(folded) < _MAX_CAUSES:
             shown = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
             where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
