@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
 )
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
+from penstock.frontend.text.spellings import MarkedText, Spellings
 from tests.frontend.parsing.tool_texts import FUNCTIONS, read, written
 from tests.peers.recorded_outputs import Call, Recorded, read_recorded
 from tests.real_models import cache_folder
