@@ -140,12 +140,16 @@ def _candidates(turn: _Turn, full: _Turn | None, plain: _Turn | None, tokens: fr
 
 def _name_of(marks: CallMarks) -> str:
     """Return the name of the option --tool-parser for these marks, or their first mark."""
-    first = next(filter(is_mark, pieces(marks.section[0] + marks.call[0])), "json")
     for name, known in MARKS.items():
-        known_first = next(filter(is_mark, pieces(known.section[0] + known.call[0])), "json")
-        if _style(marks) == _style(known) and (first == known_first or marks.parameters is not None):
+        is_like = _first_mark(marks) == _first_mark(known) or marks.parameters is not None
+        if is_like and _style(marks) == _style(known):
             return name.partition(",")[0]
-    return first
+    return _first_mark(marks)
+
+
+def _first_mark(marks: CallMarks) -> str:
+    found = pieces(marks.section[0] + marks.call[0])
+    return next(filter(is_mark, found), next(iter(found), "json"))
 
 
 def _style(marks: CallMarks) -> object:
