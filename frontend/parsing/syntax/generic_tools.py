@@ -27,15 +27,15 @@ GENERIC = "generic"
 _Content = str | list[ContentPart]
 
 _INSTRUCTION = """\
-You can call these functions, each described in JSON:
+You have these functions:
 <tools>
 {tools}
 </tools>
 
-To call a function, write its name and its arguments in this form:
-{example}
-
-The user then sends you the result in <tool_response></tool_response>. If no function helps, answer as usual."""
+If one of them helps, call it before you answer. You then get its result. A call has this form:
+{example}"""
+_RESULT = "Result of {name}:"
+"""Plain words: small models repeat marks such as <tool_response> instead of answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class GenericTools:
         """Return the chat as the template can show it."""
         messages = body.messages
         if not self.shows_calls:
-            messages = _with_results_by_user([self._with_calls_in_text(message) for message in messages])
+            messages = [self._with_calls_in_text(message) for message in _with_results_by_user(messages)]
         if body.offered_tools:
             messages = self._with_tools(messages, body.offered_tools)
         if messages == body.messages:
@@ -99,12 +99,14 @@ def generic_tools(
 
 def _with_results_by_user(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Make results messages of the user. What the user says behind them joins them: roles may have to alternate."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
     written: list[ChatMessage] = []
     is_behind_result = False
     for message in messages:
         shown = message
         if message.role == "tool":
-            shown = ChatMessage("user", _joined("<tool_response>", message.content or "", "</tool_response>"))
+            title = _RESULT.format(name=message.name or names.get(message.tool_call_id or "", "the call"))
+            shown = ChatMessage("user", _joined(title, message.content or ""))
         if shown.role == "user" and is_behind_result:
             written[-1] = replace(written[-1], content=_joined(written[-1].content or "", shown.content or ""))
         else:
