@@ -124,8 +124,8 @@ class Engine:
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
-        self._intake.submit_compiled()
         self._canceller.expire()
+        self._intake.submit_compiled()
         self._intake.make_quotes()
         self._streams.expire(is_draining=self._intake.is_draining)
         for result in self._executor.results():

@@ -60,7 +60,11 @@ def with_named_tokens(
     top_ids, top = np.pad(found.top_ids, wider, constant_values=-1), np.pad(found.top, wider, constant_values=np.nan)
     for place, (row, ids) in enumerate(zip(found.rows.tolist(), named, strict=True)):
         if ids:
-            log_sum = float(logits[row, tokens[row]]) - float(found.chosen[place])
+            # The likeliest token is finite; the sampled one, of a row of scored tokens, need not be.
+            known = tokens[row], found.chosen[place]
+            if found.top.shape[1]:
+                known = found.top_ids[place, 0], found.top[place, 0]
+            log_sum = float(logits[row, known[0]]) - float(known[1])
             top_ids[place, : len(ids)], top[place, : len(ids)] = ids, logits[row, list(ids)] - np.float64(log_sum)
     return replace(found, top_ids=top_ids, top=top)
 

@@ -93,6 +93,8 @@ class HostSampling:
 
     def _sample_rows(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None) -> StepOutput:
         rows, all_slots = batch.logit_rows.tolist(), batch.slots.tolist()
+        if not rows:
+            return StepOutput(np.empty(0, np.int32))
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         slots = [all_slots[row] for row in rows]
         positions = [contexts[row] + starts[row + 1] - starts[row] for row in rows]

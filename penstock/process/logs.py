@@ -21,6 +21,7 @@ import msgspec
 
 _MAX_FRAMES = 12
 _MAX_REASON = 500
+_MAX_CAUSES = 3
 
 
 class LineHandler(logging.Handler):
@@ -109,12 +110,16 @@ class _LineFormatter(logging.Formatter):
     """Writes each record in one line."""
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
-        """Fold the traceback's last frames, outermost first, and the exception."""
-        kind, error, frames = ei
-        shown = traceback.extract_tb(frames)[-_MAX_FRAMES:]
-        where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
-        reason = repr(one_line("".join(traceback.format_exception_only(kind, error)))[:_MAX_REASON])[1:-1]
-        return f"Traceback (most recent call last): {where}: {reason}"
+        """Fold each exception with its traceback's last frames, outermost first, and then what it came from."""
+        folded: list[str] = []
+        error = ei[1]
+        while error is not None and len(folded) < _MAX_CAUSES:
+            shown = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
+            where = " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in shown)
+            reason = repr(one_line("".join(traceback.format_exception_only(error)))[:_MAX_REASON])[1:-1]
+            folded.append(f"{where}: {reason}")
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return f"Traceback (most recent call last): {'; from '.join(folded)}"
 
     def format(self, record: logging.LogRecord) -> str:
         return " | ".join(super().format(record).splitlines())

@@ -98,8 +98,12 @@ class Frontend:
                 "constraints": ask.constraints,
                 "num_prompt_logprobs": ask.num_prompt_logprobs,
             }
-            terms = QuoteTerms(num_choices=1 + ask.number % 3) if ask.is_question or ask.refuses_late else None
-            message = AskQuote(terms=terms, **header) if ask.is_question else Generate(refuse_late=terms, **header)
+            terms = QuoteTerms(num_choices=1 + ask.number % 3)
+            message = (
+                AskQuote(terms=terms, **header)
+                if ask.is_question
+                else Generate(refuse_late=terms if ask.refuses_late else None, **header)
+            )
         if ask.is_embedded and not ask.got:
             prompt: Any = LentPrompt(ask.prompt)
             self.wire.append(Submission(self.epoch, message, b"", embeddings=prompt))

@@ -128,7 +128,7 @@ def test_openai_sends_our_parameters_in_extra_body(client: openai.OpenAI) -> Non
 
 
 def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
-    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "nonsense"}}}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as wrong:
             client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=schema, stream=stream)  # type: ignore[call-overload]

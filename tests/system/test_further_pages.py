@@ -209,7 +209,7 @@ def test_endpoint_with_parameters_is_found_and_tried(open_page: Callable[[str], 
 # Keys
 
 
-@pytest.mark.parametrize(("path", "shown"), [("/", "#model option"), ("/engine", "#figures tr >> nth=0")])
+@pytest.mark.parametrize(("path", "shown"), [("/", "#model option"), ("/engine", "#sums:not(:empty)")])
 def test_page_of_a_server_with_keys_asks_for_one(browser: Browser, locked_server: str, path: str, shown: str) -> None:
     page = browser.new_page()
     page.goto(locked_server + path)

@@ -19,7 +19,7 @@ _SPARE_TOKENS = 256
 """Room for sampled tokens that a sequence does not contain yet."""
 
 
-class _SampledSlot(Structure):
+class SampledSlot(Structure):
     _fields_ = (
         ("top_p", c_double),
         ("typical_p", c_double),
@@ -41,7 +41,7 @@ class _SampledSlot(Structure):
     )
 
 
-class _SampledRows(Structure):
+class SampledRows(Structure):
     _fields_ = (
         ("logits", c_void_p),
         ("slots", c_void_p),
@@ -83,7 +83,7 @@ class NativeSampler:
 
     def __init__(self, library: CDLL, engine: int, vocab_size: int, max_slots: int) -> None:
         self._library, self._engine, self._vocab_size = library, engine, vocab_size
-        self._slots = (_SampledSlot * max_slots)()
+        self._slots = (SampledSlot * max_slots)()
         self._biases: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._seen: dict[int, _SeenTokens] = {}
         self._named: dict[int, tuple[int, ...]] = {}
@@ -92,7 +92,7 @@ class NativeSampler:
         index, params = init.slot, init.sampling
         for kept in (self._biases, self._seen, self._named):
             kept.pop(index, None)
-        self._slots[index] = _SampledSlot(
+        self._slots[index] = SampledSlot(
             top_p=params.top_p,
             typical_p=params.typical_p,
             min_p=params.min_p,
@@ -126,7 +126,7 @@ class NativeSampler:
     ) -> tuple[NDArray[np.int32], TokenLogprobs | None]:
         count, logits = len(slots), np.ascontiguousarray(logits, np.float32)
         tokens = np.empty(count, np.int32)
-        rows = _SampledRows(
+        rows = SampledRows(
             logits=logits.ctypes.data, slots=addressof(self._slots), num_rows=count, vocab=self._vocab_size
         )
         slot_of_row, position_of_row = (c_int32 * count)(*slots), (c_int64 * count)(*positions)

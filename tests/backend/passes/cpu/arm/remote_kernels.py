@@ -29,6 +29,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     OperationTime,
     Shape,
 )
+from penstock.backend.passes.cpu.native_sampling import SampledSlot
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from tests.backend.passes.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
 
@@ -113,6 +114,7 @@ class RemoteKernels:
         self.ps_plan = _Function(self._plan)
         self.ps_run = _Function(self._run)
         self.ps_score = _Function(self._score)
+        self.ps_sample = _Function(self._sample)
         self.ps_read_memory = _Function(self._read_memory)
 
     def destroy_engines(self) -> None:
@@ -228,6 +230,40 @@ class RemoteKernels:
             for name in ("top_ids", "top") if own.num_top else ():
                 copies[name] = arguments.changed(getattr(own, name), own.num_rows * own.num_top * _FLOAT)
             self._driver.call("ps_score", engine, 0, 0, arguments.of_struct(own, **copies))
+
+    def _sample(self, engine: int, rows: Any) -> None:
+        own = rows._obj
+        used = set((ctypes.c_int32 * own.num_rows).from_address(own.slot_of_row))
+        slots = (SampledSlot * (max(used) + 1)).from_address(own.slots)
+        sent = type(slots).from_buffer_copy(slots)
+        row_bytes = own.num_rows * ctypes.sizeof(ctypes.c_int64)
+        with self._arguments() as arguments:
+            for slot in (sent[index] for index in used):
+                if slot.num_biases:
+                    slot.bias_ids = arguments.read_only(slot.bias_ids, slot.num_biases * _INT32)
+                    slot.biases = arguments.read_only(slot.biases, slot.num_biases * _FLOAT)
+                if slot.has_penalties:
+                    slot.seen_ids = arguments.changed(slot.seen_ids, (slot.num_seen + 1) * _INT32)
+                    slot.generated = arguments.changed(slot.generated, (slot.num_seen + 1) * _INT32)
+            copies = {
+                "logits": arguments.read_only(own.logits, own.num_rows * own.vocab * _FLOAT),
+                "slots": arguments.changed(ctypes.addressof(sent), ctypes.sizeof(sent)),
+                "slot_of_row": arguments.read_only(own.slot_of_row, own.num_rows * _INT32),
+                "positions": arguments.read_only(own.positions, row_bytes),
+                "tokens": arguments.changed(own.tokens, own.num_rows * _INT32),
+            }
+            if own.mask_of_row is not None:
+                num_masks = 1 + max((ctypes.c_int64 * own.num_rows).from_address(own.mask_of_row))
+                copies["masks"] = arguments.read_only(own.masks, num_masks * own.mask_words * _INT32)
+                copies["mask_of_row"] = arguments.read_only(own.mask_of_row, row_bytes)
+            if own.chosen is not None:
+                copies["chosen"] = arguments.changed(own.chosen, own.num_rows * _FLOAT)
+                copies["ranks"] = arguments.changed(own.ranks, own.num_rows * _INT32)
+                for name in ("top_ids", "top") if own.num_top else ():
+                    copies[name] = arguments.changed(getattr(own, name), own.num_rows * own.num_top * _FLOAT)
+            self._driver.call("ps_sample", engine, arguments.of_struct(own, **copies))
+        for index in used:
+            slots[index].num_seen = sent[index].num_seen
 
     def _copy(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         """Copy the operation's arrays. Returns their addresses."""
