@@ -12,6 +12,7 @@ import pytest
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
+from penstock.frontend.parsing.syntax.generic_tools import GENERIC
 from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.parsing.syntax.rendered import Renderings
 from penstock.frontend.schemas.chat import (
@@ -78,7 +79,7 @@ def test_formats_are_found_or_unknown_and_never_wrong() -> None:
     for path in TEMPLATES:
         syntax, template = syntax_of(path), template_of(path)
         renderings = Renderings(template)
-        if syntax.tools is None or (syntax.generic is not None and not syntax.generic.shows_calls):
+        if syntax.tools is None or syntax.tools.name == GENERIC:
             kinds["unknown" if renderings.shows_tools else "no tools"] += 1
             continue
         is_found = shows_calls(renderings) and find_calls(renderings, ()) is not None

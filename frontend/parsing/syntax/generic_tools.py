@@ -91,9 +91,9 @@ class GenericTools:
 def generic_tools(
     found: ToolFormat | None, added_tokens: Iterable[str], traits: TemplateTraits, *, shows_calls: bool
 ) -> GenericTools:
-    """Return the generic form: in the found format if the template writes it and an example in JSON describes it."""
-    if shows_calls and isinstance(found, Marked) and found.parameters is None:
-        return GenericTools(found, traits.has_system, shows_calls=True)
+    """Return the generic form: in the found format if an example in JSON describes it and a mark begins its calls."""
+    if isinstance(found, Marked) and found.parameters is None and (shows_calls or found.trigger is not None):
+        return GenericTools(found, traits.has_system, shows_calls)
     return GenericTools(Marked(GENERIC, MARKS["hermes"], added_tokens), traits.has_system, shows_calls=False)
 
 
