@@ -19,6 +19,7 @@ from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
+from penstock.frontend.parsing.syntax.generic_tools import GENERIC
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
+_TOOLS_HEADER = b"x-penstock-tools"
 _INLINE_BODY_BYTES = 64 << 10
 """Chats from larger bodies are rendered in a thread."""
 
@@ -71,6 +73,8 @@ async def answer_chat(
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
+    if body.offered_tools and served.syntax.generic is not None:
+        exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
     await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
 
 

@@ -106,7 +106,7 @@ class ChatTemplate:
     def render_marked(self, body: ChatBody, spellings: Spellings, limits: RenderLimits = FULL) -> MarkedText:
         """Render; what the client spells is marked. Raises TemplateRefusedError, ApiError."""
         fixed = {
-            "tools": [_tool_description(tool) for tool in body.offered_tools] or None,
+            "tools": [describe_tool(tool) for tool in body.offered_tools] or None,
             "documents": body.documents,
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
@@ -243,7 +243,7 @@ def _number_calls(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids.get(called, called)
 
 
-def _tool_description(tool: ChatTool) -> dict[str, Any]:
+def describe_tool(tool: ChatTool) -> dict[str, Any]:
     """Describe a tool in the form and order that models are trained on. Templates rely on all three fields."""
     function = tool.function
     parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters

@@ -39,6 +39,8 @@ class TemplateTraits:
 
     part_roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
     """Roles whose content the template takes as a list of parts. Others receive their texts joined."""
+    has_system: bool = True
+    """Whether the template shows messages of the role system."""
     has_developer: bool = True
     """Whether the template shows messages of the role developer."""
     takes_calls_together: bool = True
@@ -64,11 +66,13 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
         "tool": (_QUESTION, _CALLING, ChatMessage("tool", _PARTS, tool_call_id=_CALLS[0].id)),
     }
     developer = shown(ChatMessage("developer", _FIRST), _QUESTION)
+    system = shown(ChatMessage("system", _FIRST), _QUESTION)
     together = shown(_QUESTION, ChatMessage("assistant", tool_calls=_CALLS))
     thoughtful = ChatMessage("assistant", "Well", tool_calls=_CALLS[:1], reasoning_content=_SECOND)
     alone = shown(_QUESTION, _CALLING)
     return TemplateTraits(
         part_roles=frozenset(role for role, chat in chats.items() if _has_texts_only(shown(*chat))),
+        has_system=system is not None and _FIRST in system,
         has_developer=mentions_developer and developer is not None and _FIRST in developer,
         takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
         takes_thinking_beside_text=alone is None or shown(_QUESTION, thoughtful) is not None,

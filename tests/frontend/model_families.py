@@ -14,6 +14,7 @@ from penstock.frontend.settings import ParserNames
 from penstock.shm.client import GenerationRequest, TokenBatch
 from penstock.shm.messages import Finish
 from tests.frontend.harness import (
+    CHAT_TEMPLATE,
     FakeBackend,
     Script,
     byte_level_tokenizer,
@@ -390,5 +391,6 @@ MODELS = {
     "kimi_k2": Model(KIMI_K2, special=KIMI_K2_MARKS, added=()),
     "granite": Model(GRANITE, special=("<|tool_call|>",), added=()),
     "gemma": Model(GEMMA, special=GEMMA_MARKS, added=()),
+    "generic": Model(CHAT_TEMPLATE, added=()),
     "harmony": Model(HARMONY, special=HARMONY_MARKS, added=(), end="<|return|>"),
 }

@@ -307,7 +307,7 @@ async def test_template_of_a_file_replaces_the_models(tmp_path: Path, caplog: py
 
 @pytest.mark.parametrize(
     ("parsers", "expected"),
-    [(ParserNames(), (None, "think")), (ParserNames("mistral", "none", "tokens"), ("mistral", None))],
+    [(ParserNames(), ("generic", "think")), (ParserNames("mistral", "none", "tokens"), ("mistral", None))],
 )
 async def test_parsers_follow_the_template_or_the_options(
     tmp_path: Path, parsers: ParserNames, expected: tuple[str | None, str | None]

@@ -14,6 +14,7 @@ import pytest
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
+from penstock.frontend.parsing.syntax.generic_tools import GENERIC
 from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.parsing.syntax.rendered import Renderings
 from penstock.frontend.schemas.chat import (
@@ -81,10 +82,10 @@ def test_formats_are_found_or_unknown_and_never_wrong() -> None:
     wrong = []
     for path in TEMPLATES:
         syntax, template = syntax_of(path), template_of(path)
-        if syntax.tools is None:
-            kinds["unknown" if syntax.shows_tools else "no tools"] += 1
-            continue
         renderings = Renderings(template)
+        if syntax.tools is None or syntax.tools.name == GENERIC:
+            kinds["unknown" if renderings.shows_tools else "no tools"] += 1
+            continue
         is_found = shows_calls(renderings) and find_calls(renderings, ()) is not None
         kinds["found" if is_found else "named by hint"] += 1
         text = rendered_call(template) if is_found else None

@@ -100,9 +100,10 @@ def _known(served: ServedModel, name: str) -> dict[str, object]:
         "quantization": card.quantization,
         "end_tokens": named_tokens(served.end_token_ids, served.tokenizer) if card.generates else None,
         "default_sampling": shown_sampling(card.default_sampling) if card.generates else None,
+        "tools": syntax.tools_name if card.generates else None,
         "capabilities": {
             "chat": card.generates and served.tokenizer.chat_template is not None,
-            "tool_calls": card.generates and syntax.tools is not None and syntax.shows_tools,
+            "tool_calls": card.generates and syntax.tools is not None,
             "reasoning": card.generates and syntax.reasoning is not None,
             "structured_output": card.generates,
             "vision": False,

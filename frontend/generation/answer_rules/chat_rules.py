@@ -134,7 +134,15 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
         )
     prefix, answer_prefix = _grammar_prefixes(body, start, reasoning, added_tokens)
     if tools is not None:
-        grammar = call_grammar(body, tools, grammar, added_tokens, prefix, answer_prefix)
+        grammar = call_grammar(
+            body,
+            tools,
+            grammar,
+            added_tokens,
+            prefix,
+            answer_prefix,
+            enforces_begun=served.syntax.generic is not None,
+        )
     elif grammar is not None:
         grammar = with_prefix(grammar, answer_prefix)
     if tools is None and reasoning is None:

@@ -5,13 +5,13 @@ The grammar is in llguidance's Lark (`lark`).
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
-from penstock.frontend.parsing.syntax.named_formats import named_format
 from penstock.frontend.schemas.chat import NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
@@ -35,18 +35,12 @@ _VALUES = frozenset({"const", "enum"})
 
 
 def select_tool_format(body: ChatBody, syntax: ModelSyntax) -> ToolFormat | None:
-    """Return the format of the answer's calls; None if it can have none. Raises ApiError if the format is unknown."""
+    """Return the format of the answer's calls; None if it can have none. Raises ApiError if tools are disabled."""
     if not body.offered_tools:
         return None
     if not syntax.offers_tools:
         raise ApiError(ErrorKind.UNSUPPORTED_FIELD, "tools: disabled on this server", param="tools")
-    if syntax.tools is not None and syntax.shows_tools:
-        return syntax.tools
-    if body.requires_call:
-        return syntax.tools or named_format("hermes")  # the grammar enforces it
-    reason = "this model's chat template has no tools, or an unknown format of calls"
-    message = f'tools: {reason}; use tool_choice "required" or a named function, or start with --tool-parser'
-    raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="tools")
+    return syntax.tools
 
 
 def call_grammar(
@@ -56,11 +50,14 @@ def call_grammar(
     added_tokens: Mapping[str, int],
     prefix: str,
     answer_prefix: str,
+    *,
+    enforces_begun: bool = False,
 ) -> Grammar | None:
     """Return the grammar of an answer that may or must contain calls; None if nothing is enforced.
 
     answer is the requested grammar of an answer without calls. It is returned alone if calls cannot be distinguished
-    from such an answer. prefix is Lark for the text that may come first; answer_prefix, before the answer alone. Raises
+    from such an answer. prefix is Lark for the text that may come first; answer_prefix, before the answer alone.
+    enforces_begun: whatever begins like a call must be one, in a format that the model was not trained on. Raises
     ApiError if the request requires both a call and another form, or if the grammar is too long.
     """
     if body.requires_call and answer is not None:
@@ -69,23 +66,34 @@ def call_grammar(
     is_within_text = bool(body.continue_final_message) and not prefix
     free = _free_answer(form, MarkedText(form.markers, added_tokens), is_within_text=is_within_text)
     more: tuple[str, ...] = ()
+    begun = ""
     if body.requires_call:
         start = "calls"
     elif answer is not None:
         if answer.kind != "json_schema" or form.trigger is None:
             return with_prefix(answer, answer_prefix)
         start, more = "calls | answer", (_answer_rule(answer),)
-    elif free is not None and any(function.strict for function in functions.values()):
+    elif free is not None and (enforces_begun or any(function.strict for function in functions.values())):
         start, more = free
+    elif enforces_begun and form.trigger is not None:
+        (start, more), begun = _free_until(form.trigger), form.trigger
     else:
         return None
-    enforces_all = body.requires_call or answer is not None
-    schemas = {
-        number: _schema(function) if enforces_all or function.strict else _ANY_OBJECT
-        for number, function in functions.items()
-    }
-    rules = _call_rules(functions, schemas, form, added_tokens, 1 if body.single_call else form.max_calls)
-    text = "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
+    is_required = body.requires_call or answer is not None
+    enforces_all = enforces_begun or is_required
+    max_calls = 1 if body.single_call or (begun and not form.opening) else form.max_calls
+
+    def with_schemas(*, of_all: bool) -> str:
+        schemas = {
+            number: _schema(function) if of_all or function.strict else _ANY_OBJECT
+            for number, function in functions.items()
+        }
+        rules = _call_rules(functions, schemas, form, added_tokens, max_calls, begun)
+        return "\n".join((f"start: {prefix} ({start})", *more, *rules, *_COMMON_RULES))
+
+    text = with_schemas(of_all=enforces_all)
+    if enforces_all and len(text) > MAX_GRAMMAR_CHARACTERS and not is_required:
+        text = with_schemas(of_all=False)
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         message = f"their schemas make a grammar of {len(text)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}"
         invalid("tools", message)
@@ -110,6 +118,19 @@ def _free_answer(form: ToolFormat, text: MarkedText, *, is_within_text: bool) ->
         return "TEXT (calls TEXT)*", ()
     # A text may end with the characters before the mark, so both are one terminal.
     return "(OPENING marked_calls)* TEXT", (f"OPENING: /(.|\\n)*/ {literal(before)}",)
+
+
+def _free_until(trigger: str) -> tuple[str, tuple[str, ...]]:
+    """Return Lark for an answer of texts and calls whose first mark is text, and the rules that it needs.
+
+    A text cannot contain the mark. Each text and the mark behind it are one terminal.
+    """
+    rules = (f"FREE: /(.|\\n)*/ & ~/(.|\\n)*{_in_regex(trigger)}(.|\\n)*/", f"OPENING: FREE {literal(trigger)}")
+    return "(OPENING marked_calls)* FREE", rules
+
+
+def _in_regex(text: str) -> str:
+    return re.escape(text).replace("/", "\\/")
 
 
 def with_prefix(answer: Grammar, prefix: str) -> Grammar:
@@ -155,14 +176,17 @@ def _call_rules(
     form: ToolFormat,
     added_tokens: Mapping[str, int],
     max_calls: int,
+    begun: str,
 ) -> list[str]:
     """Return the rule `calls` and the rules below it. Each schema is separate, so that its references stay valid.
+
+    begun is the beginning of `marked_calls` if another terminal contains it.
 
     `failures` finds a tool's number in the names of its rules.
     """
     text = MarkedText(form.markers, added_tokens)
     repeated = f"({text(form.separator)} call){{0,{max_calls - 1}}}" if max_calls > 1 else ""
-    before, opening = text.split(form.opening)
+    before, opening = text.split(form.opening.removeprefix(begun))
     rules = [
         f"calls: {text(before)} marked_calls",
         f"marked_calls: {text(opening)} call {repeated} {text(form.closing)}",
@@ -171,6 +195,8 @@ def _call_rules(
     tagged = None if form.parameters is None else ParameterGrammar(form.parameters, text)
     for number, function in functions.items():
         before, after = form.around(function.name)
+        if not form.opening:
+            before = before.removeprefix(begun)
         schema, rule = schemas[number], f"tool_{number}"
         arguments = None if tagged is None else tagged.arguments(schema, rule, is_strict=bool(function.strict))
         if arguments is None:

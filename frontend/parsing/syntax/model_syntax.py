@@ -10,6 +10,7 @@ from penstock.frontend.parsing.harmony import CHANNEL, HARMONY
 from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, ReasoningFormat
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
 from penstock.frontend.parsing.syntax.found_reasoning import find_reasoning
+from penstock.frontend.parsing.syntax.generic_tools import GENERIC, GenericTools, generic_tools
 from penstock.frontend.parsing.syntax.named_formats import hinted_format, named_format
 from penstock.frontend.parsing.syntax.rendered import Renderings
 
@@ -26,12 +27,18 @@ class ModelSyntax:
     """The syntax of one model's reasoning and tool calls."""
 
     tools: ToolFormat | None = None
-    """None if the model writes no calls, or in an unknown format."""
-    shows_tools: bool = True
-    """False if the chat template does not show the tools to the model."""
+    """None if the operator disabled tools, or if there is no chat template."""
+    generic: GenericTools | None = None
+    """Writes the tools into the messages; None if the chat template shows them, or if the operator chose the format."""
     reasoning: ReasoningFormat | None = None
     offers_tools: bool = True
     """False if the operator disabled tools."""
+
+    @property
+    def tools_name(self) -> str | None:
+        """The name of the format of calls, as operators and clients see it."""
+        name = None if self.tools is None else self.tools.name
+        return name if self.generic is None else GENERIC
 
 
 def choose_model_syntax(
@@ -44,21 +51,31 @@ def choose_model_syntax(
     source = "" if template is None else template.tool_source
     renderings = None if template is None else Renderings(template)
     reasoning = _reasoning_format(source, renderings, added_tokens, reasoning_parser)
-    shows_tools = tool_parser != "auto"
+    tools: ToolFormat | None
+    generic = None
     if tool_parser != "auto":
         tools = named_format(tool_parser, added_tokens, source)
-    elif renderings is None:
+    elif template is None or renderings is None:
         tools = hinted_format("", added_tokens)
     else:
-        opening, closing = ("", "") if reasoning is None else reasoning.answer_tags or ("", "")
-        closings = filter(None, ("" if reasoning is None else reasoning.closing, closing))
-        tools = find_calls(renderings, added_tokens, tuple(closings))
-        if tools is not None and tools.trigger is not None and opening.startswith(tools.trigger):
-            tools.trigger = None  # an answer that is a text begins like calls
-        shows_tools = renderings.shows_tools
-        if tools is None and not shows_calls(renderings):
-            tools = hinted_format(source, added_tokens)
-    return ModelSyntax(tools, shows_tools, reasoning, offers_tools=tool_parser != "none")
+        tools = _found_format(renderings, source, added_tokens, reasoning)
+        if tools is None or not renderings.shows_tools:
+            generic = generic_tools(tools, added_tokens, template.traits, shows_calls=shows_calls(renderings))
+            tools = generic.form
+    return ModelSyntax(tools, generic, reasoning, offers_tools=tool_parser != "none")
+
+
+def _found_format(
+    renderings: Renderings, source: str, added_tokens: Mapping[str, int], reasoning: ReasoningFormat | None
+) -> ToolFormat | None:
+    opening, closing = ("", "") if reasoning is None else reasoning.answer_tags or ("", "")
+    closings = filter(None, ("" if reasoning is None else reasoning.closing, closing))
+    tools = find_calls(renderings, added_tokens, tuple(closings))
+    if tools is not None and tools.trigger is not None and opening.startswith(tools.trigger):
+        tools.trigger = None  # an answer that is a text begins like calls
+    if tools is None and not shows_calls(renderings):
+        tools = hinted_format(source, added_tokens)
+    return tools
 
 
 def _reasoning_format(

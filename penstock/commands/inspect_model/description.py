@@ -177,7 +177,7 @@ class ModelDescription(Struct, frozen=True):
     state_bytes_per_sequence: int
     """Memory of layers that keep a state instead of keys and values."""
     tool_format: str | None
-    """Name of the option --tool-parser, or the first mark of a call."""
+    """Name of the option --tool-parser, the first mark of a call, or generic."""
     reasoning_format: str | None
     chat: ChatDescription | None
     """None without a chat template."""
@@ -340,7 +340,7 @@ def _read_texts(model_dir: Path) -> _Texts:
         return _Texts(error=" ".join(str(error).split()))
     syntax, named = model_syntax_of(tokenizer), defaults.eos_token_ids
     return _Texts(
-        None if syntax.tools is None else syntax.tools.name,
+        syntax.tools_name,
         None if syntax.reasoning is None else syntax.reasoning.name,
         _describe_chat(tokenizer, syntax.reasoning),
         tuple(named_tokens((*named, *find_unnamed_ends(named, tokenizer)), tokenizer)),

@@ -172,7 +172,11 @@ def test_broken_tokenizer_is_the_reason(sharded: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("template", "tools", "reasoning"),
-    [("{{ tools }}<tool_call>", "hermes", None), ("{{ tools }}[TOOL_CALLS]<think></think>", "mistral", "think")],
+    [
+        ("", "generic", None),
+        ("{{ tools }}<tool_call>", "hermes", None),
+        ("{{ tools }}[TOOL_CALLS]<think></think>", "mistral", "think"),
+    ],
 )
 def test_formats_come_from_the_template(
     template: str, tools: str, reasoning: str | None, sharded: Path, capsys: pytest.CaptureFixture[str]

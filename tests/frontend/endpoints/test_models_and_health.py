@@ -25,7 +25,8 @@ async def test_models_are_listed_and_described(connection: ClientConnection) -> 
     (model,) = listed["data"]
     assert model["id"] == "test/model"
     assert (model["max_model_len"], model["quantization"]) == (1000, "int8")
-    assert {name for name, has in model["capabilities"].items() if has} == {"chat", "structured_output"}
+    assert {name for name, has in model["capabilities"].items() if has} == {"chat", "tool_calls", "structured_output"}
+    assert model["tools"] == "generic"
     assert set(model["capabilities"].values()) == {True, False}
     assert (await connection.request("GET", "/v1/models/test/model")).json() == model
     assert (await connection.request("GET", "/v1/models/test%2Fmodel")).json() == model

@@ -314,6 +314,24 @@ def test_calls_of_a_strict_function_may_follow_text(name: str, directory: Path) 
     assert not accepts(model, rules, directory, text + written(form, [("subtract", '{"n": 1}')]))
 
 
+def test_what_begins_as_a_call_of_the_generic_form_is_a_call(directory: Path) -> None:
+    model = MODELS["generic"]
+    form = model.served().syntax.tools
+    assert form is not None
+    rules = rules_for(model)
+    one, two = written(form, [("add", '{"n": 1}')]), written(form, [("add", '{"n": 1}'), ("add", '{"n": 2}')])
+    for text in ("", "1 < 2 <tool", one, f"Well <{one}", f"{two} Done.", f"{one}And{one}"):
+        assert accepts(model, rules, directory, text)
+    for text in ("<tool_call>", "<tool_call>\nfirst", "<tool_call>\n{}", one.replace("1", "9"), f"{one}<tool_call>"):
+        assert not accepts(model, rules, directory, text)
+    single = rules_for(model, tool_choice="required", parallel_tool_calls=False)
+    assert accepts(model, single, directory, one)
+    assert not accepts(model, single, directory, two)
+    long = {"type": "object", "properties": {"a": {"enum": ["x" * 1000] * 40}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": long}}]
+    assert accepts(model, rules_for(model, tools=tools), directory, written(form, [("f", '{"a": 1}')]))
+
+
 def test_continued_answer_of_harmony_begins_within_its_text(directory: Path) -> None:
     model = MODELS["harmony"]
     messages = [*MESSAGES, {"role": "assistant", "content": "Two and"}]

@@ -11,10 +11,9 @@ import pytest
 from penstock.frontend.settings import ParserNames
 from penstock.shm.client import TokenBatch
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Constraints, Finish, Grammar
-from tests.frontend.harness import CHAT_TEMPLATE, ClientConnection, FakeBackend
+from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import (
     ALWAYS_THINKING,
-    DEEPSEEK_V3,
     HERMES,
     MODELS,
     THINKING_HERMES,
@@ -33,8 +32,6 @@ WEATHER: dict[str, Any] = {
 }
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 TOOLS: dict[str, Any] = {**HI, "tools": [WEATHER, TIME]}
-NO_TOOLS_DEEPSEEK = DEEPSEEK_V3.replace("tools", "listing")
-"""Like the published templates, which write calls but do not show the tools to the model."""
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 CALLS = [("get_weather", '{"city": "été 🐈"}'), ("get_time", "{}")]
 
@@ -226,7 +223,7 @@ async def test_tool_result_has_the_name_of_its_function() -> None:
         {"role": "tool", "tool_call_id": "b", "content": "x"},
     ]
     messages = [*HI["messages"], {"role": "assistant", "tool_calls": [call]}, *results, {**results[0], "name": "own"}]
-    backend, _ = await posted(Model(template), {"messages": messages})
+    backend, _ = await posted(Model(template, parsers=ParserNames(tools="hermes")), {"messages": messages})
     assert Model().prompt(backend) == "user: assistant: tool:get_time tool: tool:own "
 
 
@@ -285,32 +282,12 @@ async def test_invalid_tool_field_is_refused_by_name(fields: dict[str, Any], par
     assert says in response.error["message"]
 
 
-@pytest.mark.parametrize(
-    ("model", "choice", "status"),
-    [
-        (Model(CHAT_TEMPLATE), "auto", 400),
-        (Model(CHAT_TEMPLATE), "none", 200),
-        (Model(CHAT_TEMPLATE), "required", 200),
-        (Model(CHAT_TEMPLATE, parsers=ParserNames(tools="hermes")), "auto", 200),
-        (Model(NO_TOOLS_DEEPSEEK), "auto", 400),
-        (Model(NO_TOOLS_DEEPSEEK), "required", 200),
-        (Model(HERMES, parsers=ParserNames(tools="none")), "auto", 400),
-        (Model(HERMES, parsers=ParserNames(tools="none")), "required", 400),
-    ],
-)
-async def test_model_without_a_tool_format_only_makes_forced_calls(model: Model, choice: str, status: int) -> None:
-    async with talking(model, FakeBackend()) as connection:
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_operator_can_disable_tools(choice: str) -> None:
+    async with talking(Model(HERMES, parsers=ParserNames(tools="none")), FakeBackend()) as connection:
         response = await connection.post(CHAT, {**TOOLS, "tool_choice": choice})
-    assert response.status == status
-    if status == 400:
-        assert (response.error["param"], response.error["code"]) == ("tools", "unsupported_parameter")
-
-
-async def test_calls_are_forced_in_the_model_s_format_although_its_template_has_no_tools() -> None:
-    constraints = await constraints_of(Model(NO_TOOLS_DEEPSEEK), tool_choice="required")
-    assert constraints is not None
-    assert constraints.grammar is not None
-    assert "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time" in constraints.grammar.text
+    assert response.status == 400
+    assert (response.error["param"], response.error["code"]) == ("tools", "unsupported_parameter")
 
 
 async def constraints_of(model: Model, **fields: Any) -> Constraints | None:

@@ -62,7 +62,10 @@ def syntax_of(source: str | None, *tokens: str) -> ModelSyntax:
         (GEMMA4, ("<|channel>", "<channel|>"), ("gemma", "gemma")),
         (HARMONY, (), ("harmony", "harmony")),
         (None, ("<|channel|>", "<|message|>"), (None, "harmony")),
-        (CHAT_TEMPLATE, (), (None, None)),
+        (CHAT_TEMPLATE, (), ("generic", None)),
+        (CHAT_TEMPLATE, ("<tool_call>",), ("hermes", None)),
+        (CHAT_TEMPLATE, ("<|python_tag|>",), ("generic", None)),
+        (DEEPSEEK_V3.replace("tools", "listing"), (), ("deepseek", None)),
         (None, (), (None, None)),
     ],
 )
