@@ -16,6 +16,7 @@ from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.input_encoder import InputEncoder
 from penstock.frontend.text.render_budget import FULL, RenderLimits
+from penstock.frontend.text.spellings import MarkedText, Spellings
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import (
@@ -155,15 +156,15 @@ async def test_template_that_takes_long_is_rendered_beside_the_loop_and_refused_
 ) -> None:
     loop = "{% for a in range(999) %}{% for b in range(NUM) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
     begun, goes_on = threading.Event(), threading.Event()
-    render = ChatTemplate.render
+    render = ChatTemplate.render_marked
 
-    def slow(template: ChatTemplate, body: Any, limits: RenderLimits = FULL) -> str:
+    def slow(template: ChatTemplate, body: Any, spellings: Spellings, limits: RenderLimits = FULL) -> MarkedText:
         if limits is FULL:
             begun.set()
             goes_on.wait()
-        return render(template, body, limits)
+        return render(template, body, spellings, limits)
 
-    monkeypatch.setattr(ChatTemplate, "render", slow)
+    monkeypatch.setattr(ChatTemplate, "render_marked", slow)
     connections = []
     for num, status in (("99", 200), ("99999", 400)):
         served = served_model(model_card(), backend, template=loop.replace("NUM", num))

@@ -123,10 +123,10 @@ async def test_hang_up_or_shutdown_while_tokenizing_submits_nothing(
 ) -> None:
     encoding = asyncio.Event()
 
-    async def endless_encode(_self: object, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def endless_encode(_self: object, texts: list[str], **options: object) -> list[list[int]]:
         encoding.set()
         await asyncio.Event().wait()
-        raise AssertionError((texts, add_special_tokens))
+        raise AssertionError((texts, options))
 
     monkeypatch.setattr("penstock.frontend.text.tokenizer.ModelTokenizer.encode", endless_encode)
     connection.send(request_bytes("POST", path, body))

@@ -14,6 +14,7 @@ from penstock.frontend.endpoints.responses import endpoint
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.schemas.responses import ResponsesBody
 from penstock.frontend.text.chat_template import ChatTemplate
+from penstock.frontend.text.spellings import MarkedText
 from penstock.frontend.transport.errors import ErrorKind, retry_later
 from penstock.shm.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
@@ -53,17 +54,17 @@ async def test_long_conversation_is_rendered_in_a_thread(
     connect: Callable[..., ClientConnection], backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, translating = list[threading.Thread](), list[threading.Thread]()
-    render, translate = ChatTemplate.render, endpoint.as_chat
+    render, translate = ChatTemplate.render_marked, endpoint.as_chat
 
-    def noted(template: ChatTemplate, body: ChatBody, *limits: Any) -> str:
+    def noted(template: ChatTemplate, body: ChatBody, *others: Any) -> MarkedText:
         threads.append(threading.current_thread())
-        return render(template, body, *limits)
+        return render(template, body, *others)
 
     def noted_translation(body: ResponsesBody, history: Sequence[ChatMessage]) -> ChatBody:
         translating.append(threading.current_thread())
         return translate(body, history)
 
-    monkeypatch.setattr(ChatTemplate, "render", noted)
+    monkeypatch.setattr(ChatTemplate, "render_marked", noted)
     monkeypatch.setattr(endpoint, "as_chat", noted_translation)
     backend.model = model_card(max_context_tokens=1 << 20)
     connection = connect()
