@@ -175,7 +175,7 @@ async def test_hang_up_does_not_stop_a_background_response(
 ) -> None:
     encoding, encoded = asyncio.Event(), asyncio.Event()
 
-    async def slow_encode(_self: object, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    async def slow_encode(_self: object, texts: list[str], **_options: object) -> list[list[int]]:
         encoding.set()
         await encoded.wait()
         return [token_ids(text) for text in texts]

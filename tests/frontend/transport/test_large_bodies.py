@@ -108,7 +108,7 @@ async def test_at_most_two_of_the_longest_texts_are_tokenized_at_a_time(monkeypa
     running: set[int] = set()
     most: list[int] = []
 
-    def encode(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def encode(texts: list[str], add_special_tokens: bool, _mark: str = "") -> list[list[int]]:
         with lock:
             running.add(threading.get_ident())
             most.append(len(running))
