@@ -14,7 +14,6 @@ from penstock.frontend.endpoints.responses import endpoint
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.schemas.responses import ResponsesBody
 from penstock.frontend.text.chat_template import ChatTemplate
-from penstock.frontend.text.spellings import MarkedText
 from penstock.frontend.transport.errors import ErrorKind, retry_later
 from penstock.shm.client import Overloaded, TokenBatch
 from penstock.shm.messages import FailureCode, Finish
@@ -56,7 +55,7 @@ async def test_long_conversation_is_rendered_in_a_thread(
     threads, translating = list[threading.Thread](), list[threading.Thread]()
     render, translate = ChatTemplate.render_marked, endpoint.as_chat
 
-    def noted(template: ChatTemplate, body: ChatBody, *others: Any) -> MarkedText:
+    def noted(template: ChatTemplate, body: ChatBody, *others: Any) -> Any:
         threads.append(threading.current_thread())
         return render(template, body, *others)
 
