@@ -184,7 +184,7 @@ class ISequenceScheduler(Protocol):
         ...
 
     def outlook(self) -> Outlook | None:
-        """What runs and waits now, the same object until that changes; None if nothing can be predicted."""
+        """Return what runs and waits. It is the same object until that changes; None if nothing can be predicted."""
         ...
 
     def check_integrity(self) -> None:

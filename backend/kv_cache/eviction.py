@@ -110,7 +110,7 @@ class IdlePages:
         self._max_age = _STALE_TURNOVERS * num_pages
         self._num_added = self._num_pages = 0
         self._numbers = array("q", bytes(8 * num_pages))
-        """Of each page, the number of pages added before it."""
+        """By page: how many pages were added before it."""
         self._all = PageRings(num_pages)
         self._ring = self._all.open()
         """All idle pages, least recently held first."""
@@ -118,7 +118,7 @@ class IdlePages:
         """A ring for each tenant."""
         self._free_rings: list[int] = []
         self._owners: list[_TenantPages | None] = [None] * num_pages
-        """Of each idle page."""
+        """By page: the tenant's pages that it belongs to; None if it is not idle."""
         self._tenants: dict[bytes, _TenantPages] = {}
         """Tenants that have idle pages."""
         self._ranking: list[tuple[float, int, _TenantPages]] = []

@@ -1,5 +1,5 @@
-"""What changes a distribution before a token is sampled: a step's token masks, the penalties, and the filters top-k,
-typical-p, top-p and min-p, in this order. See `SamplingParams`.
+"""Change a distribution before a token is sampled: by penalties, by masks, and by top-k, typical-p, top-p and min-p, in
+this order. See `SamplingParams`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is expected to run next: the scheduler's state as quotes need it."""
+"""The scheduler's state from which quotes predict what runs next."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _negated(turn: Turn) -> Turn:
 
 
 def expected_cost(sequence: Sequence) -> float:
-    """What its tenant is charged for it: for all tokens that it may generate, or half of them if it may stop."""
+    """Return the price for its tenant. Of a sequence that may stop, half of the possible tokens are charged."""
     num_known = len(sequence.tokens)
     num_to_generate = (sequence.max_total_tokens - num_known) / (2 if sequence.common_stop_ids else 1)
     return PREFILL_COST * num_known + DECODE_COST * num_to_generate

@@ -46,7 +46,7 @@ class QuoteQueue:
 
     @property
     def num_waiting_of(self) -> Counter[bytes]:
-        """Of each tenant that has some."""
+        """Waiting requests by tenant, without tenants that have none."""
         return Counter({tenant: len(line) for tenant, line in self._lines.items()})
 
     def find(self, frontend: int, request_id: int) -> WaitingForQuote | None:

@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What the quotes of a turn share, and those of later turns until something runs, comes or ends."""
+    """Shared by all quotes until the outlook changes."""
 
     outlook: Outlook
     usual: Timeline
