@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEMO_MODEL, name_in_api
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.process.options import ByteSize, format_size, grouped, parse_size
 from penstock.process.private_directory import default_socket_path
@@ -227,12 +228,7 @@ class BackendOptions:
         names = [name for name in self._served_names() if name != ANY_NAME]
         if names:
             return names[0]
-        if self.model is None:
-            return "penstock-demo"
-        path = Path(self.model)
-        if path.is_file():
-            return path.resolve().stem
-        return path.resolve().name if path.is_dir() else self.model
+        return DEMO_MODEL if self.model is None else name_in_api(self.model)
 
     def aliases(self) -> tuple[str, ...]:
         """Further names of the model in the API; "*" is any name."""

@@ -18,7 +18,7 @@ from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.other_layouts.directory import complete_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
-from penstock.backend.start.shipped_models import SHIPPED_MODELS
+from penstock.backend.model_names import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
     check_chat_template,

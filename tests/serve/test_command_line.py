@@ -17,7 +17,7 @@ from rich.console import Console
 
 import penstock
 from penstock.backend.checkpoint.gguf import cached_directories
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.main import app
 from penstock.serve import command as serve_module
 from penstock.serve.foreign_options import ANSWER_OF

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from tests.checkpoints import load_oracle
 from tests.lora import make_adapter, merge
 from tests.system.processes import Command, backends_of, running

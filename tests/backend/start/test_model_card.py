@@ -15,7 +15,7 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.sampling.defaults import SAMPLING_SETTING
 from penstock.backend.start.model_card import ModelNames, fingerprint, make_card
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.shm.messages import Adapter
 
 if TYPE_CHECKING:

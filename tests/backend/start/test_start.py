@@ -20,7 +20,7 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.start.startup import (
     check_host_memory,
     check_memory,
