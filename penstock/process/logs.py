@@ -144,3 +144,12 @@ def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
     root.handlers = [handler]
     root.setLevel(level.upper())
     return handler
+
+
+def show_log(command: str) -> None:
+    """Print what our modules log as lines of a command on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LineFormatter(f"{command}: %(message)s"))
+    logger = logging.getLogger("penstock")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)

