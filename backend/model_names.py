@@ -21,10 +21,14 @@ _HUB_PAGE = re.compile(r"(?P<id>[^/]+/[^/]+)/(?P<kind>tree|blob|resolve)/(?P<rev
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96}){0,3}", re.ASCII)
 _OLLAMA_NAME = re.compile(r"[a-z0-9][\w.\-]*:[\w.\-]+", re.ASCII)
-_PACKAGE = re.compile(r"(?P<package>[A-Za-z0-9][A-Za-z0-9._\-]{0,99})(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!]{0,63}))?")
+_PACKAGE = re.compile(
+    r"(?P<package>[A-Za-z0-9][A-Za-z0-9._\-]{0,99})(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!]{0,63}))?"
+)
 PACKAGE_PREFIX = "pypi:"
 
-_GENERIC_NAME = re.compile(r"models?|snapshots?|checkpoints?|weights|files|main|latest|final|[0-9a-f]{7,64}", re.IGNORECASE)
+_GENERIC_NAME = re.compile(
+    r"models?|snapshots?|checkpoints?|weights|files|main|latest|final|[0-9a-f]{7,64}", re.IGNORECASE
+)
 _HUB_CACHE = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 _CARD_NAME = re.compile(r"^(?:model_name|title): *[\"']?([^\"'\n]{1,96}?)[\"']? *$", re.MULTILINE)
 _CARD_BYTES = 16_384

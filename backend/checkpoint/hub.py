@@ -117,7 +117,11 @@ def _find(model: str, revision: str | None) -> Path | _Repository:
     if isinstance(name, HubName):
         return _find_on_hub(name, revision)
     if revision is not None:
-        kind = "comes from a wheel" if isinstance(name, PackageName) else f"is a {'file' if name.is_file() else 'directory'}"
+        kind = (
+            "comes from a wheel"
+            if isinstance(name, PackageName)
+            else f"is a {'file' if name.is_file() else 'directory'}"
+        )
         raise StartupError(
             f"--revision is {shorten(revision)}; the model {name} {kind}, which has none: remove --revision"
         )

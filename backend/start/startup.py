@@ -22,11 +22,11 @@ from penstock.backend.kv_cache.budget.kv_plan import (
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan, plan_whole
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.model_names import DEMO_MODEL
 from penstock.backend.passes.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.start.lora_modules import read_adapters
 from penstock.backend.start.pass_checks import check_adapters, check_groups
-from penstock.backend.model_names import DEMO_MODEL
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
-from cyclopts import App, Group, Parameter
-from cyclopts.config import Env
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Env, Toml
 
-from penstock.process.failure import fail
+from penstock.process.failure import USAGE_STATUS, fail
+from penstock.process.short_help import ShortHelp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from cyclopts import CycloptsError, Token
+    from cyclopts import ArgumentCollection, Token
 
 T = TypeVar("T")
 
@@ -76,18 +79,46 @@ ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=shown_
 """An option in bytes, such as 6GB or 512MiB."""
 
 ENV_PREFIX = "PENSTOCK_"
+_CONFIG_OPTION = "--config"
+_OTHER_VARIABLES = {"PENSTOCK_CUBINS", "PENSTOCK_FRONTEND_WORKER"}
+
+
+def _read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Set the options that neither the command line nor the environment sets."""
+    found = [argument for argument in arguments if argument.name == _CONFIG_OPTION and argument.tokens]
+    for path in [argument.tokens[-1].value for argument in found]:
+        try:
+            Toml(path, must_exist=True, use_commands_as_keys=False)(app, commands, arguments)
+        except OSError as error:
+            raise CycloptsError(msg=f"{_CONFIG_OPTION} {path} cannot be read: {error.strerror}") from None
+
+
+def unknown_variables(apps: Iterable[App]) -> list[str]:
+    """Return a line about each environment variable PENSTOCK_… that no option of these commands reads."""
+    given = {name for name in os.environ if name.startswith(ENV_PREFIX)} - _OTHER_VARIABLES
+    if not given:
+        return []
+    arguments = [argument for app in apps if app.default_command for argument in app.assemble_argument_collection()]
+    options = {name for argument in arguments for name in argument.names if name.startswith("--")}
+    known = {ENV_PREFIX + name.lstrip("-").upper().replace("-", "_") for name in options}
+    lines = []
+    for name in sorted(given - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        lines.append(f"{name} in the environment is no option{f'; did you mean {close[0]}?' if close else ''}")
+    return lines
 
 
 def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:
-    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>; --version prints ours.
+    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>, and in the TOML file of its
+    option --config, if it has one; --version prints ours.
 
-    An invalid value ends the process with one line on standard error and exit status 1. explain may return a better
-    message for an error.
+    An invalid value ends the process with one line on standard error and exit status 2. explain may return a better
+    message for an error. -h shows the options that are used most, --help all.
     """
 
     def fail_in_one_line(error: CycloptsError) -> NoReturn:
         explained = None if explain is None else explain(error)
-        fail(name, explained or " ".join(str(error).split()))
+        fail(name, explained or " ".join(str(error).split()), USAGE_STATUS)
 
     def describe_version() -> str:
         import importlib.metadata  # a tenth of a command's imports
@@ -97,7 +128,8 @@ def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str |
     return App(
         name=name,
         help=help_text,
-        config=Env(ENV_PREFIX, command=False),
+        help_formatter=ShortHelp(_GROUP_TITLES[0], _GROUP_TITLES[1:]),
+        config=(Env(ENV_PREFIX, command=False), _read_config_file),
         version=describe_version,
         version_flags=["--version"],
         error_formatter=fail_in_one_line,

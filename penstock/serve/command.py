@@ -10,15 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from penstock.backend.checkpoint.hub import fetch_small_files
-from penstock.backend.checkpoint.sources.hub_files import go_offline
 from penstock.backend.checkpoint.other_layouts.directory import complete_directory
+from penstock.backend.checkpoint.sources.hub_files import go_offline
 from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEMO_MODEL, SHIPPED_MODELS
 from penstock.backend.options import BackendOptions
-from penstock.backend.model_names import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
     check_chat_template,
@@ -32,6 +33,8 @@ from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.process.failure import fail
 from penstock.process.logs import show_log
 from penstock.process.options import ENV_PREFIX, to_argv
+from penstock.process.private_directory import UnsafeDirectory
+from penstock.process.running_servers import RunningServer, ServerRecord
 from penstock.process.service_manager import find_service_manager
 from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
@@ -192,6 +195,7 @@ def _supervise(
     has_keys = bool(options.api_key or options.api_key_file)
     sleepers = _sleepers(options, list(backends.values()))
     starts, prepared = _prepare(options, backends)
+    record = ServerRecord.of_this_process()
 
     def announce_when_up() -> bool:
         if get(listening, "/ready", tls=tls) is None:
@@ -201,6 +205,7 @@ def _supervise(
             return False
         models = shown_models(listed, next(iter(backends)) if options.has_names else options.model_id())
         welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
+        _write_record(record, welcome, backends)
         # In one write, also without a buffer: other processes' log lines may not come before its end.
         print(f"{welcome.ready_line()}\n", end="", flush=True)
         if not options.log_json:
@@ -208,6 +213,7 @@ def _supervise(
         return True
 
     def close() -> None:
+        record.remove()
         unlink(listening)
         listening.close()
 
@@ -231,6 +237,16 @@ def _supervise(
         ]
         supervisor.attendant = Upgrades(supervisor, control, starts, running, _log)
     return supervisor.run()
+
+
+def _write_record(record: ServerRecord, welcome: Welcome, backends: Mapping[str, BackendOptions]) -> None:
+    """Without a record `penstock ps` and others do not see this server; it serves all the same."""
+    sources = tuple(backend.model or DEMO_MODEL for backend in backends.values())
+    names = tuple(name for backend in backends.values() for name in (backend.model_id(), *backend.aliases()))
+    try:
+        record.write(RunningServer(os.getpid(), welcome.reachable_address(), names, sources, time.time()))
+    except (OSError, UnsafeDirectory) as error:
+        _log(f"penstock ps will not show this server: {error}")
 
 
 def _frontend(

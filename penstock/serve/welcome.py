@@ -75,7 +75,7 @@ class Welcome:
     has_keys: bool = False
 
     def ready_line(self) -> str:
-        shown = f"{self._reachable_address()} " if self._socket_path else ""
+        shown = f"{self.reachable_address()} " if self._socket_path else ""
         return f"Ready: {shown}{self._url()}/v1"
 
     def summary(self) -> str:
@@ -113,14 +113,14 @@ class Welcome:
         """Empty for a TCP port."""
         return self.address.removeprefix("unix:") if self.address.startswith("unix:") else ""
 
-    def _reachable_address(self) -> str:
+    def reachable_address(self) -> str:
         address = self.address
         for wildcard, loopback in _WILDCARDS:
             address = address.replace(wildcard, loopback)
         return address
 
     def _url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://localhost" if self._socket_path else self._reachable_address()
+        return f"{'https' if self.tls else 'http'}://localhost" if self._socket_path else self.reachable_address()
 
     def _curl(self, model: ShownModel) -> str:
         path, body = model.request()

@@ -16,7 +16,21 @@ if TYPE_CHECKING:
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
 _TYPE = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32|MXFP4\w*))(?=[-.]|$)", re.IGNORECASE)
 _NO_MODEL = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?=[-._])", re.IGNORECASE)
-_PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q5_K_S", "Q6_K", "Q4_1", "Q4_0", "Q5_1", "Q5_0", "Q8_0", "BF16", "F16", "F32")
+_PREFERRED = (
+    "Q4_K_M",
+    "Q4_K_S",
+    "Q5_K_M",
+    "Q5_K_S",
+    "Q6_K",
+    "Q4_1",
+    "Q4_0",
+    "Q5_1",
+    "Q5_0",
+    "Q8_0",
+    "BF16",
+    "F16",
+    "F32",
+)
 """A model of 4 bits first: it is the smallest one that answers nearly as the whole one does."""
 _MAX_NAMED = 12
 

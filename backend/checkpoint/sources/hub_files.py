@@ -44,7 +44,9 @@ def list_sizes(repository: str, revision: str | None) -> dict[str, int]:
             return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
         except unreachable as error:
             try:
-                cached = Path(snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
+                cached = Path(
+                    snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True)
+                )
             except errors.LocalEntryNotFoundError:
                 if isinstance(error, errors.HfHubHTTPError):
                     raise error from None

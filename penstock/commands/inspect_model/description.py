@@ -27,10 +27,10 @@ from penstock.backend.checkpoint.tensor_files.safetensors_file import Safetensor
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.model_names import HubName, parse_model_name
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from penstock.backend.model_names import HubName, parse_model_name
 from penstock.commands.inspect_model.config_fields import read_fields
 from penstock.frontend.generation.models.served_model import (
     find_unnamed_ends,

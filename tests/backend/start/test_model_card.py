@@ -11,11 +11,11 @@ import pytest
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget.kv_plan import KvBudget, KvPlan, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.sampling.defaults import SAMPLING_SETTING
 from penstock.backend.start.model_card import ModelNames, fingerprint, make_card
-from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.shm.messages import Adapter
 
 if TYPE_CHECKING:

