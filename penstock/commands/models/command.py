@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.table import Table
 
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.errors import StartupError
@@ -19,10 +17,10 @@ from penstock.process.logs import show_log
 from penstock.process.options import format_size
 from penstock.process.running_servers import running_servers
 
-Models = Annotated[tuple[str, ...], Parameter(show_env_var=False)]
+Model = Annotated[str, Parameter(show_env_var=False)]
 
 
-def pull(*models: Models, revision: str | None = None) -> None:
+def pull(*models: Model, revision: str | None = None) -> None:
     """The command; its help is in `penstock.main`.
 
     Parameters
@@ -50,17 +48,17 @@ def pull(*models: Models, revision: str | None = None) -> None:
 def list_models() -> None:
     """The command; its help is in `penstock.main`."""
     servers = running_servers()
-    table = _table("MODEL", "SIZE", "FORMAT", "SERVED")
-    for model in stored_models():
-        served = "yes" if model.is_served(servers) else "no"
-        table.add_row(model.name, format_size(model.num_bytes), model.format, served)
-    if not table.row_count:
+    rows = [
+        (model.name, format_size(model.num_bytes), model.format, "yes" if model.is_served(servers) else "no")
+        for model in stored_models()
+    ]
+    if rows:
+        _print(("MODEL", "SIZE", "FORMAT", "SERVED"), *rows)
+    else:
         print("no models here yet; penstock pull ORG/REPO:Q4_K_M downloads one")
-        return
-    _print(table)
 
 
-def remove(*models: Models) -> None:
+def remove(*models: Model) -> None:
     """The command; its help is in `penstock.main`.
 
     Parameters
@@ -88,26 +86,23 @@ def remove(*models: Models) -> None:
 
 def show_servers() -> None:
     """The command; its help is in `penstock.main`."""
-    servers = running_servers()
-    if not servers:
+    rows = [
+        (
+            str(server.pid),
+            server.url,
+            ", ".join(server.models),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.since_s)),
+        )
+        for server in running_servers()
+    ]
+    if rows:
+        _print(("PID", "ADDRESS", "MODELS", "SINCE"), *rows)
+    else:
         print("no server of this user runs; penstock serve starts one")
-        return
-    table = _table("PID", "ADDRESS", "MODELS", "SINCE")
-    for server in servers:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server.since_s))
-        table.add_row(str(server.pid), server.url, ", ".join(server.models), since)
-    _print(table)
 
 
-def _table(*titles: str) -> Table:
-    table = Table(*titles, box=None, pad_edge=False, header_style="")
-    for column in table.columns:
-        column.no_wrap = True
-    return table
-
-
-def _print(table: Table) -> None:
-    """Whole names, also where no terminal says how wide it is."""
-    console = Console(highlight=False)
-    width = console.measure(table).maximum
-    console.print(table, width=max(width, 1), crop=False, overflow="ignore", soft_wrap=not console.is_terminal)
+def _print(*rows: tuple[str, ...]) -> None:
+    """Print a table with whole names: others read it by columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,6 @@ from cyclopts import Parameter
 from penstock.backend.model_names import name_in_api
 from penstock.commands.terminal_chat import ChatOptions, chat
 from penstock.process.children import stop_with_parent
-from penstock.process.failure import fail
 from penstock.process.running_servers import running_servers
 from penstock.process.supervisor import exit_status, module_argv
 
@@ -62,12 +62,11 @@ def _server_of(model: str) -> Iterator[str]:
         preexec_fn=stop_with_parent,
     )
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or ():
             if line.startswith(_READY):
                 yield line.removeprefix(_READY).strip()
                 return
-        fail("penstock run", "its server did not start", status=exit_status(process.wait()))
+        sys.exit(exit_status(process.wait()))  # it has said why
     finally:
         process.terminate()
         process.wait()

@@ -40,7 +40,7 @@ class StoredModel:
         """Raises OSError."""
         for file in self.files:
             file.unlink(missing_ok=True)
-        if not self.files:
+        if not self.files or not any(path.is_file() for path in self.path.glob("snapshots/*/**/*.gguf")):
             shutil.rmtree(self.path)
 
 
