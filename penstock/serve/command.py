@@ -34,7 +34,6 @@ from penstock.process.failure import fail
 from penstock.process.logs import show_log
 from penstock.process.options import ENV_PREFIX, to_argv
 from penstock.process.private_directory import UnsafeDirectory
-from penstock.process.running_servers import RunningServer, ServerRecord
 from penstock.process.service_manager import find_service_manager
 from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
@@ -55,6 +54,7 @@ from penstock.serve.upgrade.control import ControlSocket
 from penstock.serve.upgrade.succession import Running, Upgrades
 from penstock.serve.welcome import ShownModel, Use, Welcome
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
+from penstock.shm.recording.running_servers import RunningServer, ServerRecord
 
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""

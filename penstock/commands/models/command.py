@@ -15,7 +15,7 @@ from penstock.commands.models.stored import find_stored, stored_models
 from penstock.process.failure import USAGE_STATUS, fail
 from penstock.process.logs import show_log
 from penstock.process.options import format_size
-from penstock.process.running_servers import running_servers
+from penstock.shm.recording.running_servers import running_servers
 
 Model = Annotated[str, Parameter(show_env_var=False)]
 

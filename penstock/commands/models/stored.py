@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from huggingface_hub import CachedRepoInfo, CachedRevisionInfo
 
-    from penstock.process.running_servers import RunningServer
+    from penstock.shm.recording.running_servers import RunningServer
 
 
 @dataclass(frozen=True, slots=True)
