@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -146,9 +147,14 @@ def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
     return handler
 
 
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def show_log(command: str) -> None:
     """Print what our modules log as lines of a command on standard error."""
-    handler = logging.StreamHandler()
+    handler = _Printer()
     handler.setFormatter(_LineFormatter(f"{command}: %(message)s"))
     logger = logging.getLogger("penstock")
     logger.handlers = [handler]

@@ -67,10 +67,10 @@ def _names_it(name: str, model: StoredModel) -> bool:
 
 
 def _of_hub() -> Iterator[StoredModel]:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
