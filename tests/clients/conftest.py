@@ -28,7 +28,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_url(reranker: Path) -> Iterator[str]:
     """http://127.0.0.1:PORT of one server for all tests."""
-    with serving("--embedding-model", EMBEDDING, "--rerank-model", str(reranker)) as url:
+    with serving("penstock-demo", "--embedding-model", EMBEDDING, "--rerank-model", str(reranker)) as url:
         yield url
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MODEL = "penstock-demo"
 PROMPT = list(range(300, 372))
 """Two whole pages, and a part of a third."""
-SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB", "--dtype", "fp32")
+SERVE = ("serve", MODEL, "--gpu", "none", "--port", "0", "--kv-budget", "100MB", "--dtype", "fp32")
 
 
 @pytest.fixture(scope="module")

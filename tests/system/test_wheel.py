@@ -50,7 +50,7 @@ def test_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names(
     installed: Path, foreign_project: Path
 ) -> None:
     serve = Command(
-        "penstock.main", "serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB",
+        "penstock.main", "serve", "penstock-demo", "--gpu", "none", "--port", "0", "--kv-budget", "100MB",
         python_path=f"{foreign_project}:{installed}", cwd=foreign_project,
     )  # fmt: skip
     with running(serve):

@@ -109,7 +109,7 @@ def test_pull_says_what_came_and_refuses_in_one_line(hub: LocalHub, capsys: pyte
     hub.repositories["org/tiny"] = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w" * 5000}
     lines, log = run(capsys, "pull", "https://hf.co/org/tiny")
     assert lines[0].startswith("org/tiny: 5.00 KB, safetensors, in ")
-    assert "penstock pull: Downloading org/tiny: 5.00 KB in 3 file(s), into " in log
+    assert "penstock pull: Downloading org/tiny: 5.00 KB in 1 file(s), into " in log
     for words, status, said in (
         (("org/nothing",), 1, "no such model on the hub"),
         (("smollm2:135m",), 1, "is a name of Ollama's library"),
