@@ -47,7 +47,7 @@ MAX_LINES = {
     "shm/recording": 1_230,
     "tools": 1_270,
     "tools/bench": 4_750,
-    "tools/chaos": 3_320,
+    "tools/chaos": 3_330,
     "tools/demo_model": 1_480,
     "tools/forward_pass_contract": 880,
     "tools/gpu": 7_310,
