@@ -49,7 +49,7 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
         (
             LOADING,
             4096,
-            ["Loading weights: 2.05 KB of 4.10 KB", "Loading weights: 4.10 MB of 4.10 MB", "Loaded 4.10 KB of weights"],
+            ["Loading weights: 2.05 KB of 4.10 KB", "Loading weights: 4.10 KB of 4.10 KB", "Loaded 4.10 KB of weights"],
         ),
         (GRAPHS, 4, ["Capturing CUDA graphs: 2 of 4", "Capturing CUDA graphs: 4 of 4", "Captured 4 CUDA graphs"]),
     ],
