@@ -6,6 +6,7 @@ dropped and counted; the count is written when it accepts output again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,16 @@ class _Printer(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)
 
 
-def show_log(command: str) -> None:
-    """Print what our modules log as lines of a command on standard error."""
-    handler = _Printer()
+@contextlib.contextmanager
+def shown_log(command: str) -> Iterator[None]:
+    """Print what our modules log in the block as lines of a command on standard error."""
+    handler, logger = _Printer(), logging.getLogger("penstock")
     handler.setFormatter(_LineFormatter(f"{command}: %(message)s"))
-    logger = logging.getLogger("penstock")
-    logger.handlers = [handler]
+    before = logger.level
+    logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -31,7 +31,7 @@ from penstock.frontend.main import (
 )
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.process.failure import fail
-from penstock.process.logs import show_log
+from penstock.process.logs import shown_log
 from penstock.process.options import ENV_PREFIX, to_argv
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.process.service_manager import find_service_manager
@@ -107,10 +107,10 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 def serve(options: ServeOptions) -> int:
     """Run until a signal stops it; return the exit status. A dry run starts only the backends, one after the other."""
-    show_log(COMMAND)
     if options.offline:
         go_offline()
-    options = with_default_models(options)
+    with shown_log(COMMAND):
+        options = with_default_models(options)
     backends = backend_options(options)
     replicas = replica_options(options)
     if options.dry_run:
@@ -119,8 +119,9 @@ def serve(options: ServeOptions) -> int:
     access = read_access(options, COMMAND)
     tls_files(options, COMMAND)
     check_chat_template(options.chat_template, COMMAND)
-    for name, backend in list(backends.items())[: len(options.models) if options.has_names else None]:
-        _check_texts(backend, options.chat_template if name == MAIN else None)
+    with shown_log(COMMAND):
+        for name, backend in list(backends.items())[: len(options.models) if options.has_names else None]:
+            _check_texts(backend, options.chat_template if name == MAIN else None)
     backends |= replicas
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listening_socket(options, COMMAND))

