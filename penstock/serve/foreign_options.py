@@ -214,11 +214,12 @@ def explain(error: CycloptsError) -> str | None:
     command = shlex.join(["penstock", *chain, *(part for word in words for part in word.translated())])
     if len(unknown) == 1:
         (word,) = unknown
-        try_ = f" Try: {command}" if word.translated() else ""
-        return f"Unknown option: {word.option}. Here: {word.answer}.{try_}"
+        advice = f" Try: {command}" if chain and word.translated() else ""
+        return f"Unknown option: {word.option}. Here: {word.answer}.{advice}"
     names = [name for argument in error.argument_collection for name in argument.names]
     lines = [f"  {word.option}: {word.answer or _likely(word.option, names)}" for word in unknown]
-    return "\n".join([f"{len(unknown)} options are unknown here:", *lines, f"Try: {command}"])
+    advice = [f"Try: {command}"] if chain else []  # without one the options are not all of a command's
+    return "\n".join([f"{len(unknown)} options are unknown here:", *lines, *advice])
 
 
 def _explain_command(error: UnknownCommandError) -> str | None:
