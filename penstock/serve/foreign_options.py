@@ -214,8 +214,8 @@ def explain(error: CycloptsError) -> str | None:
     command = shlex.join(["penstock", *chain, *(part for word in words for part in word.translated())])
     if len(unknown) == 1:
         (word,) = unknown
-        advice = f" Try: {command}" if chain and word.translated() else ""
-        return f"Unknown option: {word.option}. Here: {word.answer}.{advice}"
+        example = f" Try: {command}" if chain and word.translated() else ""
+        return f"Unknown option: {word.option}. Here: {word.answer}.{example}"
     names = [name for argument in error.argument_collection for name in argument.names]
     lines = [f"  {word.option}: {word.answer or _likely(word.option, names)}" for word in unknown]
     advice = [f"Try: {command}"] if chain else []  # without one the options are not all of a command's
