@@ -93,6 +93,17 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.timeout_keep_alive_handler()
 
+    def shutdown(self) -> None:
+        """Close the connection, or let its answer say that it is the last.
+
+        If the answer has begun without saying so, the client may send another request at once. A close after this
+        answer would reset it.
+        """
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
@@ -181,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
-        if self._connections.end_after_next_answer:
+        if self._connections.is_draining:
             self.cycle.keep_alive = False
         self._head_complete = True
         self._num_bytes_without_body = 0
