@@ -99,6 +99,23 @@ async def test_connection_is_not_closed_at_once_after_an_answer_that_did_not_say
     await connection.end()
 
 
+async def test_connection_waits_for_a_request_once_the_body_of_a_refused_one_has_arrived(backend: FakeBackend) -> None:
+    connections = Connections()
+    connection = ClientConnection(make_app(backend), server_config(make_app(backend), connections))
+    connections.start_draining()
+    connection.send(BODY_BEGINS.replace(b"completions", b"unknown") % 3)
+    answer = await connection.response()
+    assert (answer.status, "connection" in answer.headers) == (404, False)
+    connections.close_idle(asyncio.get_running_loop().time())
+    assert not connection.transport.closed
+    connection.send(b"}}")
+    connections.close_idle(asyncio.get_running_loop().time() - 60)
+    assert not connection.transport.closed
+    connections.close_idle(asyncio.get_running_loop().time())
+    assert connection.transport.closed
+    await connection.end()
+
+
 @pytest.fixture
 def listening() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
