@@ -147,6 +147,7 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
         pass_fds=tuple(fd for fd in _passed_fds(settings) if fd >= 0),
         env=without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: encoded.decode()},
         reloads=reloads(options),
+        may_die_often=True,  # an input may make a native library abort: whoever sends it again must not stop the server
     )
 
 

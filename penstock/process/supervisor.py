@@ -66,7 +66,8 @@ class ChildSpec:
     waiting process take its place (`standby.wait_for_turn`).
     """
     may_die_often: bool = False
-    """After its start it is restarted for as long as the others run, however often it dies."""
+    """After its start it is restarted, however often it dies. Without is_up the start lasts until it has run for
+    settle_s once."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
@@ -329,7 +330,7 @@ class Supervisor:
         if returncode > 0 and is_starting:
             self._log(f"{ended} during its start; stopping")
             return False
-        child.has_settled |= has_settled or returncode < 0
+        child.has_settled |= has_settled or (returncode < 0 and not child.spec.may_die_often)
         child.quick_deaths = 0 if has_settled else min(child.quick_deaths + 1, _MOST_QUICK_DEATHS)
         if child.quick_deaths > self._max_quick_deaths and not (child.spec.may_die_often and child.has_settled):
             self._log(f"{ended}, {child.quick_deaths} times in a row within {self._settle_s:g} s; stopping")
