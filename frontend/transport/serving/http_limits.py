@@ -139,11 +139,9 @@ class LimitedProtocol(HttpToolsProtocol):
         waits_for_head = self._waits_for_head()
         if not waits_for_head and not self._is_unread_body():
             self._unset_deadline()
-            if self.cycle is None:
-                return
-            if not self.cycle.response_complete:
+            if self.cycle is not None and not self.cycle.response_complete:
                 self._connections.set_busy(self)
-            elif self._message_complete:  # the rest of a body whose request has been answered
+            elif self.cycle is not None and self._message_complete:  # the rest of a body whose request has been answered
                 self._wait_for_request()
             return
         self._connections.set_incomplete(self, self._address, self.loop.time())
