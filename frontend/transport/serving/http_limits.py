@@ -141,7 +141,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._unset_deadline()
             if self.cycle is not None and not self.cycle.response_complete:
                 self._connections.set_busy(self)
-            elif self.cycle is not None and self._message_complete:  # the rest of a body whose request has been answered
+            elif self.cycle is not None and self._message_complete:  # the rest of an answered request
                 self._wait_for_request()
             return
         self._connections.set_incomplete(self, self._address, self.loop.time())
