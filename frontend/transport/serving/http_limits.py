@@ -99,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
         If the answer has begun without saying so, the client may send another request at once. A close after this
         answer would reset it, and so would a close before the end of the body.
         """
-        if self.cycle is None or (self.cycle.response_complete and self._message_complete):
+        if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         elif self._message_complete and not self.cycle.response_started:
             self.cycle.keep_alive = False

@@ -116,6 +116,23 @@ async def test_connection_waits_for_a_request_once_the_body_of_a_refused_one_has
     await connection.end()
 
 
+@pytest.mark.parametrize("sent", [b"", HEALTH[:10], HEALTH + HEALTH[:10]])
+async def test_connection_is_closed_that_stays_without_the_rest_of_a_head(backend: FakeBackend, sent: bytes) -> None:
+    connections = Connections()
+    connection = ClientConnection(make_app(backend), server_config(make_app(backend), connections))
+    connection.send(sent[: len(HEALTH)])
+    await connection.idle()
+    connection.send(sent[len(HEALTH) :])
+    now_s = asyncio.get_running_loop().time()
+    connections.start_draining()
+    connections.close_idle(now_s)
+    connections.close_incomplete(now_s - 60)
+    assert not connection.transport.closed
+    connections.close_incomplete(now_s)
+    assert connection.transport.closed
+    await connection.end()
+
+
 @pytest.fixture
 def listening() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
