@@ -11,7 +11,7 @@ from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, Rea
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
 from penstock.frontend.parsing.syntax.found_reasoning import find_reasoning
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC, GenericTools, generic_tools
-from penstock.frontend.parsing.syntax.named_formats import hinted_format, named_format
+from penstock.frontend.parsing.syntax.named_formats import FUNCTOOLS, hinted_format, named_format
 from penstock.frontend.parsing.syntax.rendered import Renderings
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def _found_format(
 ) -> ToolFormat | None:
     opening, closing = ("", "") if reasoning is None else reasoning.answer_tags or ("", "")
     closings = filter(None, ("" if reasoning is None else reasoning.closing, closing))
-    tools = find_calls(renderings, added_tokens, tuple(closings))
+    told = (FUNCTOOLS,) if f" {FUNCTOOLS}[" in source else ()
+    tools = find_calls(renderings, (*added_tokens, *told), tuple(closings))
     if tools is not None and tools.trigger is not None and opening.startswith(tools.trigger):
         tools.trigger = None  # an answer that is a text begins like calls
     if tools is None and not shows_calls(renderings):

@@ -77,19 +77,24 @@ def _read_list(reader: Reader, depth: int, closer: str) -> Reading[list[Any]]:
     return values
 
 
-def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any]]:
+def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any] | list[str]]:
+    """Read a dict, or a set of texts as a list."""
     yield from reader.next()
     values: dict[str, Any] = {}
+    is_set = False
     yield from reader.skip_spaces()
     while not (yield from reader.accept("}")):
         key = yield from _read_string(reader)
         yield from reader.skip_spaces()
-        yield from reader.expect(":")
-        yield from reader.skip_spaces()
-        values[key] = yield from read_value(reader, depth + 1)
+        is_set = is_set or not (values or (yield from reader.peek()) == ":")
+        values[key] = None
+        if not is_set:
+            yield from reader.expect(":")
+            yield from reader.skip_spaces()
+            values[key] = yield from read_value(reader, depth + 1)
         if not (yield from _goes_on(reader, "}")):
             break
-    return values
+    return list(values) if is_set else values
 
 
 def _goes_on(reader: Reader, closer: str) -> Reading[bool]:
