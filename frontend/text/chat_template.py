@@ -19,7 +19,7 @@ import jinja2
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
-from penstock.frontend.text.spellings import NO_SPELLINGS
+from penstock.frontend.text.spellings import NO_SPELLINGS, unmarked
 from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
 from penstock.frontend.transport.errors import ApiError, invalid
 
@@ -111,9 +111,11 @@ class ChatTemplate:
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
         template = self._tool_template if body.offered_tools else self._template
+        mark = ""
         variables = {**_variables(body, {"messages": None, **self._special_tokens, **fixed}), **fixed}
 
         def attempt(*, text_arguments: bool) -> MarkedText:
+            nonlocal mark
             given = variables | {"messages": self._messages(body, text_arguments=text_arguments)}
             given, mark = spellings.mark(given, continues=body.continue_final_message is True)
             return spellings.settle(_render(template, given | self._special_tokens, limits), mark)
@@ -127,11 +129,11 @@ class ChatTemplate:
         except ApiError:
             raise
         except _TemplateRaised as error:
-            raise TemplateRefusedError(str(error.message)[:_MAX_REASON]) from None
+            raise TemplateRefusedError(unmarked(str(error.message), mark)[:_MAX_REASON]) from None
         except (OverBudget, Refused) as error:
             raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
-            cause = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            cause = unmarked(f"{type(error).__name__}: {error}", mark)[:_MAX_REASON]
             raise TemplateRefusedError(
                 f"line {_line_of(error, template)}: it cannot render these messages ({cause})"
             ) from None
@@ -177,6 +179,8 @@ class ChatTemplate:
             content = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
         elif content is None:
             content = ""  # many templates concatenate it
+        if not (content or continues or message.tool_calls or traits.takes_empty_answers or role != "assistant"):
+            content = [{"type": "text", "text": ""}]
         withholds_thinking = message.tool_calls and content and not traits.takes_thinking_beside_text
         fields = {
             "role": role,

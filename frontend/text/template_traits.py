@@ -45,6 +45,8 @@ class TemplateTraits:
     """Whether the template shows messages of the role developer."""
     takes_calls_together: bool = True
     """Whether the template shows several calls of one message."""
+    takes_empty_answers: bool = True
+    """Whether a message of the assistant may be the empty text. If not, it is a part with that text."""
     takes_thinking_beside_text: bool = True
     """Whether a message with calls may have a text and `thinking`."""
 
@@ -58,6 +60,9 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
     def shown(*messages: ChatMessage) -> str | None:
         has_calls = any(message.tool_calls for message in messages)
         return render(ChatBody(messages=list(messages), tools=[_TOOL] if has_calls else None))
+
+    def shows_answer(content: str | list[ContentPart]) -> bool:
+        return shown(_QUESTION, ChatMessage("assistant", content), _QUESTION) is not None
 
     chats = {
         "system": (ChatMessage("system", _PARTS), _QUESTION),
@@ -75,6 +80,7 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
         has_system=system is not None and _FIRST in system,
         has_developer=mentions_developer and developer is not None and _FIRST in developer,
         takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
+        takes_empty_answers=shows_answer("") or not shows_answer([ContentPart("text", "")]),
         takes_thinking_beside_text=alone is None or shown(_QUESTION, thoughtful) is not None,
     )
 
