@@ -36,9 +36,8 @@ _MAX_TIME_FORMAT = 100
 _MAX_REASON = 1000
 """Characters that are shown of what a template says."""
 
-_END_MARK = f"{secrets.token_hex(16)} "
-"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message. A
-template that trims messages removes the blank."""
+_END_MARK = secrets.token_hex(16)
+"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message."""
 
 
 _NUMBERED_CALL = "<|tool_call_argument_begin|>"
@@ -129,7 +128,8 @@ class ChatTemplate:
         except ApiError:
             raise
         except _TemplateRaised as error:
-            raise TemplateRefusedError(unmarked(str(error.message), mark)[:_MAX_REASON]) from None
+            said = unmarked(str(error.message), mark)[:_MAX_REASON]
+            raise TemplateRefusedError(f"line {_line_of(error, template)}: {said}") from None
         except (OverBudget, Refused) as error:
             raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
@@ -139,7 +139,7 @@ class ChatTemplate:
             ) from None
         if not body.continue_final_message:
             return prompt
-        return replace(prompt, text=_cut(prompt.text, str(body.messages[-1].content)))
+        return replace(prompt, text=_cut(prompt.text))
 
     def takes_apart(self, text: str) -> bool:
         """Whether the template looks for the text in an assistant's message, as for the end of reasoning."""
@@ -264,16 +264,15 @@ def _tool_call(call: MessageToolCall, *, as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _cut(text: str, content: str) -> str:
+def _cut(text: str) -> str:
     """Cut the prompt after the last message, before what the template writes after it.
 
-    White space at the message's end is kept where the template keeps it, as in transformers.
+    White space at the message's end is kept, also where the template trims: the client wants it continued.
     """
-    end = text.rfind(_END_MARK.rstrip())
+    end = text.rfind(_END_MARK)
     if end < 0:
         raise TemplateRefusedError("it changes the final message, so the message cannot be continued")
-    is_trimmed = not text.startswith(_END_MARK, end) and content.strip()
-    return text[:end].rstrip() if is_trimmed else text[:end]
+    return text[:end]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:
