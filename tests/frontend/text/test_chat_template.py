@@ -267,7 +267,7 @@ def test_template_that_fails_on_the_messages_refuses_them(source: str) -> None:
 
 
 def test_message_of_raise_exception_is_passed_on() -> None:
-    with pytest.raises(TemplateRefusedError, match="^line 2: only one message$"):
+    with pytest.raises(TemplateRefusedError, match=r"^line 2: only one message$"):
         render("\n{{ raise_exception('only one message') }}")
     with pytest.raises(TemplateRefusedError, match=r"line 2: it cannot .* \(UndefinedError: 'nothing' is undefined\)"):
         render("\n{{ nothing + 'x' }}")
