@@ -20,7 +20,7 @@ from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
 from penstock.frontend.text.spellings import NO_SPELLINGS, unmarked
-from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
+from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each, said_by_user
 from penstock.frontend.transport.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ class ChatTemplate:
             _number_calls(messages)
         if body.continue_final_message:
             messages[-1]["content"] += _END_MARK
+        messages = messages if self.traits.has_system else said_by_user(messages)
         return messages if self.traits.takes_calls_together else one_call_each(messages)
 
     def _as_dict(self, message: ChatMessage, *, text_arguments: bool, continues: bool) -> dict[str, Any]:

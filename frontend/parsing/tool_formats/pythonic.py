@@ -5,6 +5,7 @@ Values are read as Python and JSON write them. Nothing is evaluated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -230,3 +231,13 @@ def _read_argument(reader: Reader) -> Reading[dict[str, Any]]:
     yield from reader.expect("=")
     yield from reader.skip_spaces()
     return {"".join(parts): (yield from read_value(reader))}
+
+
+def keyword_arguments(arguments: str) -> str:
+    """Write the arguments in JSON as models of this format do."""
+    values = None
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(arguments)
+    if not isinstance(values, dict) or not all(map(_WORD.fullmatch, values)):
+        return f"**{arguments}"
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

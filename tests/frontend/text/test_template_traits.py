@@ -29,6 +29,20 @@ def test_developer_message_is_shown(source: str, role: str) -> None:
     assert render(template, ChatMessage("developer", "be brief")) == f"{role}: be brief"
 
 
+@pytest.mark.parametrize("refusal", ["", "{{ raise_exception('no system') }}"])
+def test_user_says_what_a_template_without_that_role_would_not_show(refusal: str) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'system' %}" + refusal + "{% else %}"
+        "{{ m.role }}: {{ m.content if m.content is string else m.content | map(attribute='text') | join }}\n"
+        "{% endif %}{% endfor %}"
+    )
+    system, developer, question = ChatMessage("system", "A"), ChatMessage("developer", "B"), ChatMessage("user", "C")
+    assert render(source, system, developer, question) == "user: A\n\nB\n\nC\n"
+    assert render(source, system, ChatMessage("assistant", "D")) == "user: A\nassistant: D\n"
+    parts = ChatMessage("user", [ContentPart("text", "C"), ContentPart("text", "D")])
+    assert render(source, question, developer, parts) == "user: C\nuser: B\n\nCD\n"
+
+
 def test_parts_reach_a_template_that_reads_them() -> None:
     parts = ChatMessage("user", [ContentPart("text", "one"), ContentPart("text", "two")])
     reading = (
