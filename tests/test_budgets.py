@@ -29,10 +29,10 @@ MAX_LINES = {
     "frontend/endpoints": 7_350,
     "frontend/formats": 1_150,
     "frontend/generation": 3_540,
-    "frontend/parsing": 3_300,
+    "frontend/parsing": 3_400,
     "frontend/schemas": 2_950,
     "frontend/telemetry": 710,
-    "frontend/text": 1_950,
+    "frontend/text": 2_020,
     "frontend/transport": 2_410,
     "penstock": 190,
     "penstock/commands": 2_890,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/demo_model": 1_480,
     "tools/forward_pass_contract": 880,
     "tools/gpu": 7_310,
-    "tools/replay": 1020,
+    "tools/replay": 1_020,
 }
 """Lines of Python of each package, with those below it."""
 
