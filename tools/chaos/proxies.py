@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,8 @@ _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
-_VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
-"""nginx has variables of its own, which stay."""
+_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+"""nginx's kinds of temporary files; their usual place is root's."""
 
 
 class Child(OwnedProcess):
@@ -58,6 +58,9 @@ class Addresses:
         }
 
 
+_IN_NGINX_CONF = Addresses("127.0.0.1:8080", "127.0.0.1:8000", "127.0.0.1:8001")
+
+
 class Proxy(Child):
     """A running proxy. When it is terminated it does not wait for its connections."""
 
@@ -89,10 +92,15 @@ def _haproxy(program: str, addresses: Addresses, _directory: Path, configuration
 
 
 def _nginx(program: str, addresses: Addresses, directory: Path, configurations: Path) -> _Command:
-    template = Path(_existing(configurations / "nginx.conf")).read_text(encoding="utf-8")
+    shipped = Path(_existing(configurations / "nginx.conf"))
+    ours = dict(zip(astuple(_IN_NGINX_CONF), astuple(addresses), strict=True))
+    parts = re.split(f"({'|'.join(map(re.escape, ours))})", shipped.read_text(encoding="utf-8"))
+    if missing := ours.keys() - set(parts):
+        raise ChaosError(f"{shipped} has no address {min(missing)}, in whose place the run puts one of its own")
+    places = "".join(f"{kind}_temp_path {directory}/{kind};\n" for kind in _TEMPORARY)
+    text = "".join(ours.get(part, part) for part in parts).replace("http {\n", f"http {{\n{places}", 1)
     path = directory / "nginx.conf"
-    variables = addresses.variables() | {"PENSTOCK_NGINX_TEMP": str(directory)}
-    path.write_text(_VARIABLE.sub(lambda found: variables[found[1]], template), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     common = [program, "-e", "stderr", "-p", str(directory), "-c", str(path)]
     foreground = ["-g", f"daemon off; pid {directory}/pid;"]
     return [*common, "-t", *foreground], [*common, *foreground], {}
