@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -26,20 +27,29 @@ KUBERNETES_VERSION = "1.37"
 RENDER = "import json, pathlib, sys; from go_template import render; sys.stdout.buffer.write(render(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])))"  # noqa: E501
 EVERYTHING = {
     "gpus": 1,
+    "cpu": 4,
     "replicas": 3,
     "apiKeySecret": "keys",
     "hubTokenSecret": "hub",
     "cacheClaim": "models",
     "options": ["--max-running", "64", "--served-model-name", 'a "b"'],
+    "ingress": {"host": "llm.example.com", "className": "nginx", "tlsSecret": "tls", "annotations": {"a/b": "off"}},
 }
 
 
-def rendered(**values: Any) -> str:
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(values) <= set(defaults)
-    context = {"Release": {"Name": "penstock"}, "Values": defaults | values}
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Merge values into the chart's, as Helm does, and check them. Raises jsonschema.ValidationError."""
+    defaults: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
+    ingress = defaults["ingress"] | values.get("ingress", {})
+    merged = defaults | values | {"ingress": ingress}
+    jsonschema.validate(merged, json.loads((CHART / "values.schema.json").read_text()))
+    return merged
+
+
+def rendered(template: str = "penstock.yaml", **values: Any) -> str:
+    context = {"Release": {"Name": "penstock", "Namespace": "models"}, "Values": with_defaults(values)}
     done = subprocess.run(
-        [sys.executable, "-c", RENDER, str(CHART / "templates" / "penstock.yaml"), json.dumps(context)],
+        [sys.executable, "-c", RENDER, str(CHART / "templates" / template), json.dumps(context)],
         capture_output=True,
         text=True,
         check=True,
@@ -50,9 +60,14 @@ def rendered(**values: Any) -> str:
 @pytest.mark.parametrize("values", [{}, EVERYTHING])
 def test_chart_gives_valid_objects_and_options_that_exist(values: dict[str, Any]) -> None:
     text = rendered(**values)
-    assert "<no value>" not in text
     service, deployment = yaml.safe_load_all(text)
-    for document in (service, deployment):
+    ingress = yaml.safe_load(rendered("ingress.yaml", **values))
+    assert (ingress is not None) is bool(values)
+    notes = rendered("NOTES.txt", **values)
+    assert ("asks for no key" in notes) is not bool(values)
+    assert ("https://llm.example.com/v1" in notes, "port-forward" in notes) == (bool(values), not values)
+    assert "<no value>" not in text + notes
+    for document in filter(None, (service, deployment, ingress)):
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
     pod = deployment["spec"]["template"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
@@ -73,6 +88,26 @@ def test_manifest_is_the_chart_with_its_defaults() -> None:
     if os.environ.get("PENSTOCK_WRITE_DOCS"):
         manifest.write_text(rendered())
     assert manifest.read_text() == rendered()
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"repicas": 2}, "repicas"),
+        ({"gpus": 2}, "2 is not one of"),
+        ({"memory": "16GB"}, "16GB"),
+        ({"options": "--max-running 64"}, "is not of type 'array'"),
+        ({"ingress": {"hosts": ["a"]}}, "hosts"),
+    ],
+)
+def test_values_that_the_chart_would_ignore_or_break_on_are_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(jsonschema.ValidationError, match=named):
+        with_defaults(values)
+
+
+def test_schema_knows_each_value() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    assert set(schema) - {"global"} == set(with_defaults({}))
 
 
 def test_a_wrong_object_is_found() -> None:
