@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -108,6 +109,15 @@ def test_values_that_the_chart_would_ignore_or_break_on_are_refused(values: dict
 def test_schema_knows_each_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
     assert set(schema) - {"global"} == set(with_defaults({}))
+
+
+def test_chart_has_the_packages_version() -> None:
+    chart, version = yaml.safe_load((CHART / "Chart.yaml").read_text()), importlib.metadata.version("penstock")
+    assert (chart["version"], chart["appVersion"], with_defaults({})["image"]) == (
+        version,
+        version,
+        f"penstock:{version}",
+    )
 
 
 def test_a_wrong_object_is_found() -> None:
