@@ -86,7 +86,7 @@ def _haproxy(program: str, addresses: Addresses, _directory: Path, configuration
 def _nginx(program: str, addresses: Addresses, directory: Path, configurations: Path) -> _Command:
     shipped = Path(_existing(configurations / "nginx.conf"))
     ours = dict(zip(("127.0.0.1:8080", "127.0.0.1:8000", "127.0.0.1:8001"), astuple(addresses), strict=True))
-    parts = re.split(f"({'|'.join(map(re.escape, ours))})", shipped.read_text(encoding="utf-8"))
+    parts: list[str] = re.split(f"({'|'.join(map(re.escape, ours))})", shipped.read_text(encoding="utf-8"))
     if missing := ours.keys() - set(parts):
         raise ChaosError(f"{shipped} has no address {min(missing)}, in whose place the run puts one of its own")
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
