@@ -31,13 +31,14 @@ def url() -> Iterator[str]:
         yield url
 
 
-def output(argv: list[str | Path], code: str, url: str, directory: Path) -> str:
+def output(argv: list[str | Path], code: str, url: str, home: Path, directory: Path) -> str:
     assert ADDRESS in code
-    environment = os.environ | {"HOME": str(directory), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = os.environ | {"HOME": str(home), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     ended = subprocess.run(
         [*map(str, argv)],
         input=code.replace(ADDRESS, url),
         env=environment,
+        cwd=directory,
         capture_output=True,
         text=True,
         check=False,
@@ -49,7 +50,7 @@ def output(argv: list[str | Path], code: str, url: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("name", examples("python"))
 def test_python_prints_its_answer(name: str, url: str, tmp_path: Path) -> None:
-    printed = output([PROGRAMS[name] / "python", "-"], examples("python")[name], url, tmp_path)
+    printed = output([PROGRAMS[name] / "python", "-"], examples("python")[name], url, tmp_path, tmp_path)
     assert printed
     if name == "Chroma":
         assert printed == "[['Join paths.']]"
@@ -59,7 +60,5 @@ def test_python_prints_its_answer(name: str, url: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", examples("javascript"))
 def test_javascript_prints_its_answer(name: str, url: str, tmp_path: Path) -> None:
     # A module on standard input finds packages from the working directory.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(NODE_CLIENTS)
-        argv: list[str | Path] = ["node", "--input-type=module", "-"]
-        assert output(argv, examples("javascript")[name], url, tmp_path)
+    argv: list[str | Path] = ["node", "--input-type=module", "-"]
+    assert output(argv, examples("javascript")[name], url, tmp_path, NODE_CLIENTS)
