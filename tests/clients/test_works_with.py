@@ -27,7 +27,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving("--served-model-name", "chat", "--embedding-model", EMBEDDING) as url:
+    with serving("penstock-demo", "--served-model-name", "chat", "--embedding-model", EMBEDDING) as url:
         yield url
 
 

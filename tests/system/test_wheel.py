@@ -78,7 +78,8 @@ def test_wheel_serves_the_demo_model_beside_foreign_packages_of_the_same_names(
     release: Release, foreign_project: Path
 ) -> None:
     serve = Command(
-        release.environment / "bin" / "penstock", "serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB",
+        release.environment / "bin" / "penstock", "serve", "penstock-demo",
+        "--gpu", "none", "--port", "0", "--kv-budget", "100MB",
         python_path=str(foreign_project), cwd=foreign_project,
     )  # fmt: skip
     with running(serve):
