@@ -17,6 +17,7 @@
 namespace {
 
 constexpr i64 kFewCandidates = 64;        // the nucleus of most rows has fewer tokens
+constexpr i64 kManyCandidates = 1024;     // that are sorted
 constexpr float kMinTemperature = 1e-6f;  // all weight is on the largest logits anyway, and smaller divisors overflow
 
 // The settings of a slot's sequence, and the tokens that its penalties count.
@@ -69,6 +70,7 @@ struct RowScratch {
     std::vector<float> adjusted, block_max, weights, keys, candidates;
     std::vector<double> block_mass;
     std::vector<KeyWeight> sorted;
+    MassScratch mass;
     DryScratch dry;
 };
 
@@ -210,7 +212,7 @@ inline float nucleus_floor(const SampledRow& row, float floor, double top_p) {
         if (found >= mass || reached <= floor) return first_to_reach(scratch.sorted, 0.0, mass);
     }
     weigh_all(row, row.x, row.n, floor);
-    return key_of_mass(row.x, scratch.weights.data(), row.n, mass, scratch.sorted);
+    return key_of_mass(row.x, scratch.weights.data(), row.n, mass, total, scratch.mass);
 }
 
 // Makes the row one that may be changed.
@@ -231,7 +233,7 @@ inline void keep_typical(SampledRow& row, float floor, double typical_p) {
     keys.resize(row.n);
     for (i64 i = 0; i < row.n; ++i)
         keys[i] = weights[i] > 0.0f ? -float(std::abs(std::log(weights[i] / total) + entropy)) : kNothing;
-    const float least = key_of_mass(keys.data(), weights.data(), row.n, typical_p * total, row.scratch.sorted);
+    const float least = key_of_mass(keys.data(), weights.data(), row.n, typical_p * total, total, row.scratch.mass);
     own_row(row);
     for (i64 i = 0; i < row.n; ++i)
         if (keys[i] < least) row.scratch.adjusted[i] = kNothing;
