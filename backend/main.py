@@ -377,6 +377,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
         max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
         scores_prompts=spec.scores_prompts,
+        has_llama_cpp_sampling=spec.has_llama_cpp_sampling,
         pooled=spec.pooled,
         generates=spec.generates,
         adapters={adapter.adapter_id: index for index, adapter in enumerate(card.adapters)},

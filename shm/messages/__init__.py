@@ -7,6 +7,7 @@ and `outputs`; a connection begins with the messages of `handshake`.
 """
 
 from penstock.shm.messages.bounds import (
+    MAX_BREAKER_BYTES,
     MAX_CONTEXT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_INLINE_PROMPT_TOKENS,
@@ -93,6 +94,7 @@ from penstock.shm.messages.requests import (
 
 __all__ = [
     "MAX_ADAPTERS",
+    "MAX_BREAKER_BYTES",
     "MAX_CARD_BYTES",
     "MAX_CONTEXT_TOKENS",
     "MAX_GRAMMAR_CHARACTERS",

@@ -69,6 +69,8 @@ class FailureCode(enum.IntEnum):
     """Another request reads the stream now."""
     NO_ADAPTER = 14
     """The backend does not have the request's adapter."""
+    NOT_SAMPLED = 15
+    """The forward pass does not know a parameter; text is its name."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

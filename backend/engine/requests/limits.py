@@ -13,6 +13,8 @@ from penstock.shm.messages import Failure, FailureCode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from numpy.typing import NDArray
+
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Pool, PromptHeader, TextHeader
 
@@ -36,6 +38,8 @@ class EngineLimits:
     """Open requests at which even one that was admitted before is refused: the bound on frontends' claims."""
     scores_prompts: bool = True
     """The forward pass can report log probabilities of prompts."""
+    has_llama_cpp_sampling: bool = True
+    """The forward pass applies DRY, XTC, top-n-sigma and dynamic temperature."""
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kinds of vectors that the forward pass computes → values per vector."""
     generates: bool = True
@@ -52,6 +56,11 @@ class EngineLimits:
             return Failure(request_id, FailureCode.NOT_SERVED)
         if message.num_prompt_logprobs >= 0 and not self.scores_prompts:
             return Failure(request_id, FailureCode.NOT_SCORED)
+        if not self.has_llama_cpp_sampling and (field_name := message.sampling.llama_cpp_field) is not None:
+            return Failure(request_id, FailureCode.NOT_SAMPLED, text=field_name)
+        breakers = message.sampling.dry_breakers
+        if len(breakers) % 4 or not _are_breakers(np.frombuffer(breakers, np.int32), self.vocab_size):
+            return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
         return None
 
     def find_fault_of_pool(self, submission: Submission[Pool]) -> Failure | None:
@@ -83,6 +92,10 @@ class EngineLimits:
         if message.adapter and message.adapter not in self.adapters:
             return Failure(request_id, FailureCode.NO_ADAPTER)
         return None
+
+
+def _are_breakers(ids: NDArray[np.int32], vocab_size: int) -> bool:
+    return not len(ids) or bool(ids[-1] == -1 and ids.min() == -1 and ids.max() < vocab_size)
 
 
 def _named_ids(message: TextHeader) -> Iterator[int]:

@@ -34,6 +34,13 @@ FIELD_DOCS = {
     "ebnf": "Grammar for the answer, in XGrammar's EBNF, which is GBNF (SGLang's).",
     "echo": "The answer begins with the prompt.",
     "embedding_types": "Types of vectors to answer: float, int8, uint8, binary, ubinary, base64; float by default.",
+    "dry_allowed_length": "DRY: repetitions of fewer tokens are not penalised.",
+    "dry_base": "DRY: the penalty grows by this factor for each further token.",
+    "dry_multiplier": "DRY: the penalty of a token that would continue a repetition; 0 is off.",
+    "dry_penalty_last_n": "DRY: last tokens among which repetitions count; -1 is all, 0 none.",
+    "dry_sequence_breakers": "DRY: texts that no repetition extends over.",
+    "dynatemp_exponent": "Dynamic temperature: exponent of the entropy's share.",
+    "dynatemp_range": "Dynamic temperature: how far it is from temperature at most; 0 is off.",
     "enable_thinking": "Passed to the chat template: whether the model reasons before it answers.",
     "encoding_format": "float, or base64 of little-endian float32.",
     "frequency_penalty": "Makes tokens less likely the more often they have been generated.",
@@ -134,6 +141,7 @@ FIELD_DOCS = {
     "top_k": "Only the k likeliest tokens; 0 and -1 are off.",
     "top_logprobs": "Top tokens to report at each position of the answer.",
     "top_n": "Only so many of the best documents; 0 is all.",
+    "top_n_sigma": "Only tokens within so many standard deviations of the largest logit; 0 is off.",
     "top_p": "Only the likeliest tokens that together have this probability.",
     "truncate": "Inputs that are too long are cut to the model's limit; for Cohere's embeddings, which end.",
     "truncate_prompt_tokens": "Tokens of a prompt or input to keep; -1 keeps as many as model and answer allow.",
@@ -144,6 +152,8 @@ FIELD_DOCS = {
     "use_activation": "Whether scores are activated, or vectors divided by their length; false returns raw values.",
     "user": "Accepted, without effect.",
     "with_pieces": "Return the tokens' texts as well (llama.cpp's name).",
+    "xtc_probability": "XTC: chance that the likeliest tokens are excluded.",
+    "xtc_threshold": "XTC: of the tokens with this probability only the least likely stays.",
 }
 
 

@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.text.token_bytes import TokenBytes
 from penstock.shm.client import GenerationRequest
 from penstock.shm.messages import Constraints, Sampling
 from tests.frontend.formats.scoring import ScoringBackend
@@ -33,6 +35,26 @@ BASE: dict[str, Any] = {
 }
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 STREAMS = pytest.mark.parametrize("stream", [False, True])
+
+
+def bytes_of(token: int) -> str:
+    """Bytes as the characters of Latin 1."""
+    return TokenBytes(TOKENIZER)(token).decode("latin-1")
+
+
+BREAKERS_OF_THE = np.array(
+    [
+        *(each for token in range(TOKENIZER.get_vocab_size()) if "the" in bytes_of(token) for each in (token, -1)),
+        *(
+            each
+            for end in (1, 2)
+            for token in range(TOKENIZER.get_vocab_size())
+            if bytes_of(token).endswith("the"[:end]) and "the" not in bytes_of(token)
+            for each in (token, *token_ids("the"[end:]), -1)
+        ),
+    ],
+    np.int32,
+).tobytes()
 MARK = TOKENIZER.token_to_id("<|im_end|>")
 
 
@@ -108,6 +130,21 @@ REACHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_k": -1}, {"top_k": 0}),
     ({"min_p": 0.1}, {"min_p": 0.1}),
     ({"typical_p": 0.4}, {"typical_p": 0.4}),
+    ({"xtc_probability": 0.5}, {"xtc_probability": 0.5}),
+    ({"xtc_probability": 1, "xtc_threshold": 0.2}, {"xtc_probability": 1.0, "xtc_threshold": 0.2}),
+    ({"top_n_sigma": 1.5}, {"top_n_sigma": 1.5}),
+    ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}),
+    (
+        {"xtc_probability": 0, "xtc_threshold": 0.2, "top_n_sigma": -1, "dynatemp_exponent": 2, "dynatemp_range": 0}
+        | {"dry_multiplier": 0.8, "dry_penalty_last_n": 0, "dry_base": 3, "dry_sequence_breakers": ["a"]},
+        {},
+    ),
+    (
+        {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
+        | {"dry_sequence_breakers": ["the"]},
+        {"dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
+        | {"dry_breakers": BREAKERS_OF_THE},
+    ),
     ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
     ({"presence_penalty": -1.5}, {"presence_penalty": -1.5}),
     ({"frequency_penalty": 0.25}, {"frequency_penalty": 0.25}),

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <tuple>
 #include <utility>
@@ -62,7 +61,7 @@ struct KeyRange {
     float low = kNothing;
     float high = -kNothing;
     double above = 0.0;
-    double num_inside;  // keys, without a weight too
+    double num_inside = 0.0;  // keys, without a weight too
 
     // Tries the splits, which ascend. The keys are at most those that the range was known for before, and all of them
     // that are inside; others weigh `others`.
@@ -92,7 +91,7 @@ inline void take_inside(const KeyRange& range, const float* keys, const float* w
         const Floats weight = select(less_than(broadcast(range.high), key), broadcast(0.0f), load(weights + i));
         const Mask counts = less_than(broadcast(0.0f), select(less_than(key, broadcast(range.low)), broadcast(0.0f), weight));
         for (std::uint32_t lanes = bits_of(counts); lanes; lanes &= lanes - 1) {
-            const i64 k = i + std::countr_zero(lanes);
+            const i64 k = i + __builtin_ctz(lanes);
             pairs.emplace_back(keys[k], weights[k]);
         }
     }
@@ -119,7 +118,8 @@ inline void split_by_sample(const float* keys, const float* weights, i64 n, doub
 // The largest key such that the weights of all keys from it on reach mass, which is at most the sum of all, `total`. Tokens
 // whose weight is 0 do not count. weights must be readable up to a whole vector, with zeros.
 inline float key_of_mass(const float* keys, const float* weights, i64 n, double mass, double total, MassScratch& scratch) {
-    KeyRange range{.num_inside = double(n)};
+    KeyRange range;
+    range.num_inside = double(n);
     float splits[kSplits];
     if (n > 16 * kFewKeys) {
         split_by_sample(keys, weights, n, mass / total, scratch.pairs, splits);
