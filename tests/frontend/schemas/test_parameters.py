@@ -11,7 +11,6 @@ import pytest
 
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
-from penstock.frontend.text.token_bytes import TokenBytes
 from penstock.shm.client import GenerationRequest
 from penstock.shm.messages import Constraints, Sampling
 from tests.frontend.formats.scoring import ScoringBackend
@@ -35,11 +34,12 @@ BASE: dict[str, Any] = {
 }
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 STREAMS = pytest.mark.parametrize("stream", [False, True])
+TOKEN_BYTES = served_model(model_card()).tokenizer.token_bytes
 
 
 def bytes_of(token: int) -> str:
     """Bytes as the characters of Latin 1."""
-    return TokenBytes(TOKENIZER)(token).decode("latin-1")
+    return TOKEN_BYTES(token).decode("latin-1")
 
 
 BREAKERS_OF_THE = np.array(
