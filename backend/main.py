@@ -45,6 +45,7 @@ from penstock.backend.start.paging import (
     open_pages,
 )
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
+from penstock.backend.start.runtime_adapters import adapter_set, make_adapter_table, with_kept_adapters
 from penstock.backend.start.standby import import_and_wait
 from penstock.backend.start.startup import (
     AUTO,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.requests.adapters import AdapterSet
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
     from penstock.shm.messages import ModelCard
 
@@ -138,6 +140,7 @@ def serve(options: BackendOptions) -> None:
     """Serve until a signal, drain and return. Raises StartupError or CannotListen if the backend cannot start."""
     started_s = time.monotonic()
     options.check()
+    options, rules = with_kept_adapters(options)
     settings = pass_options(options)
     check_shared_buffers(options.shared_buffers, settings.device)
     if not options.dry_run:
@@ -174,9 +177,11 @@ def serve(options: BackendOptions) -> None:
     scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
+    adapters = adapter_set(card, forward_pass, rules)
     requests = RequestHandling.make(
-        link, scheduler, board, _engine_limits(options, card, spec),
+        link, scheduler, board, _engine_limits(options, card, spec, adapters),
         grammar_queue=grammar_queue, restart_grace=_restart_grace(options), vector_cache=cache, recorder=recorder,
+        make_adapters=lambda table: make_adapter_table(link, table, adapters, forward_pass, executor, rules),
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -366,7 +371,7 @@ def _restart_grace(options: BackendOptions) -> RestartGrace:
     )
 
 
-def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> EngineLimits:
+def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet) -> EngineLimits:
     max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
         card.vocab_size,
@@ -380,7 +385,8 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> 
         has_llama_cpp_sampling=spec.has_llama_cpp_sampling,
         pooled=spec.pooled,
         generates=spec.generates,
-        adapters={adapter.adapter_id: index for index, adapter in enumerate(card.adapters)},
+        adapters=adapters.indexes,
+        unloaded=adapters.unloaded,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.shm.messages import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
     from penstock.backend.forward_pass import StepBatch
@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.events import LinkEvent
-    from penstock.shm.messages import EventLogprobs, Failure, Progress, Quote, Started, StreamRecord, VectorPart
+    from penstock.shm.messages import (
+        Adapter,
+        EventLogprobs,
+        Failure,
+        Progress,
+        Quote,
+        Started,
+        StreamRecord,
+        VectorPart,
+    )
 
 
 class IEngineLink(Protocol):
@@ -65,6 +74,10 @@ class IEngineLink(Protocol):
 
     def announce_room(self, frontend: int) -> None: ...
 
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Tell all frontends which adapters the model has."""
+        ...
+
     def flush(self) -> None:
         """Send what was pushed, as far as each frontend takes it."""
         ...
@@ -92,6 +105,10 @@ class IExecutor(Protocol):
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         """saves are copied before the step, even if none of its rows is left by then."""
+        ...
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Do this on the pass's thread, after the steps that were launched before it. An error is fatal."""
         ...
 
     def results(self) -> list[StepResult]:

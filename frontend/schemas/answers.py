@@ -332,6 +332,12 @@ class ModelStateAnswer(Struct):
     last_wake_seconds: float | None
 
 
+class AdapterAnswer(Struct):
+    id: str
+    object: Literal["lora_adapter"]
+    is_loaded: bool
+
+
 class HealthAnswer(Struct):
     status: Literal["ok"]
 

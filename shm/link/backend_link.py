@@ -9,6 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from penstock.shm.buffers.buffer_export import LoanError
@@ -25,6 +26,7 @@ from penstock.shm.messages import (
     AskStream,
     Cancel,
     CancelOther,
+    ChangeAdapter,
     Credit,
     EventLogprobs,
     Failure,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import BufferExporter
     from penstock.shm.link.connected_frontend import ConnectedFrontend
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import ModelCard
+    from penstock.shm.messages import Adapter, ModelCard
 
 logger = logging.getLogger("penstock.link")
 
@@ -213,7 +215,7 @@ class BackendLink:
             case PoolBatch(inputs):
                 for pool in inputs:
                     self._take_prompt(frontend, pool)
-            case CancelOther() | AskStream():
+            case CancelOther() | AskStream() | ChangeAdapter():
                 frontend.open(message)
                 self._events.append(Question(frontend.epoch, message))
             case Cancel(request_id, noticed_ns, keep):
@@ -343,6 +345,13 @@ class BackendLink:
         if (target := self._frontends.get(frontend)) is not None:
             self._pending[frontend] = target
             target.add_room()
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Tell all frontends, those that come later too, which adapters the model has."""
+        self._table.card = msgspec.structs.replace(self._table.card, adapters=adapters)
+        for epoch, frontend in self._frontends.items():
+            self._pending[epoch] = frontend
+            frontend.add_adapters(adapters)
 
     def flush(self) -> None:
         """Send what credit allows, one message per frontend and step, and keep the rest in order.

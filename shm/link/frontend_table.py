@@ -65,7 +65,8 @@ class FrontendTable:
         """All arguments stay the caller's. message_socket_fd (O_PATH) reaches the socket that receives messages."""
         self._rendezvous = rendezvous
         self._message_socket_fd = message_socket_fd
-        self._card = card
+        self.card = card
+        """For frontends that come."""
         self._board = board
         self._ledger = ledger
         self._credit = credit
@@ -95,7 +96,7 @@ class FrontendTable:
             self._rendezvous.refuse(connection, str(refusal))
             return None
         try:
-            frontend = ConnectedFrontend(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
+            frontend = ConnectedFrontend(epoch, connection, self.card.max_context_tokens, self._credit, buffers)
         except OSError as error:
             self._release_buffers(buffers, has_closed=True)
             # It may come again; the frontends that are here stay.
@@ -111,7 +112,7 @@ class FrontendTable:
             arena_slots=frontend.arena_slots,
             arena_slot_bytes=frontend.arena_slot_bytes,
             credit=self._credit,
-            model=self._card,
+            model=self.card,
             buffers=buffers.grant if buffers is not None else None,
         )
         fds = [self._message_socket_fd, frontend.arena_fd, self._board.fd, frontend.board_fd]

@@ -259,7 +259,22 @@ class AskStream(QuestionHeader, frozen=True, kw_only=True, tag=8):
     question: StreamQuestion
 
 
-Request: TypeAlias = Generate | Pool | AskQuote | CancelOther | AskStream
+class AdapterChange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An adapter to load from a directory, or to unload."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    directory: Annotated[str, Meta(max_length=4096)] = ""
+    """Empty to unload it."""
+
+
+class ChangeAdapter(QuestionHeader, frozen=True, kw_only=True, tag=9):
+    """Load or unload an adapter for the operator. It ends as STOP once all frontends were told, or as REJECTED."""
+
+    change: AdapterChange
+
+
+Question: TypeAlias = CancelOther | AskStream | ChangeAdapter
+Request: TypeAlias = Generate | Pool | AskQuote | Question
 
 
 class PoolBatch(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):

@@ -55,8 +55,11 @@ class LoraWeights:
 class PeftAdapter:
     """Close it, or use it in a `with` block. Its matrices are read one layer at a time."""
 
-    def __init__(self, directory: Path, config: DecoderConfig) -> None:
+    def __init__(self, directory: Path, config: DecoderConfig, *, over_gguf: bool = False) -> None:
         """Raises StartupError naming the file with the key or the tensor, what is there and what should be."""
+        self.interleaves_rope = config.interleaved_rope and not over_gguf
+        """Neighbours among the outputs of q and k rotate together. An adapter's files follow the checkpoint that it was
+        trained on, which is not a GGUF file."""
         self.settings: PeftConfig = read_peft_config(directory)
         self._config = config
         self._path = directory / WEIGHTS_FILE
@@ -161,13 +164,13 @@ def open_adapters(
     model_dir: Path, directories: Sequence[Path], config: DecoderConfig
 ) -> Generator[list[PeftAdapter], None, None]:
     """The adapters of a model, closed at the end of the block. Raises StartupError."""
-    if directories and any(path.suffix == GGUF_SUFFIX for path in model_dir.iterdir()):
-        raise StartupError(
-            f"the adapter {directories[0]} cannot be used with a GGUF file, whose linears have their outputs in "
-            "another order: give the model as a directory of safetensors"
-        )
+    over_gguf = is_gguf(model_dir)
     with ExitStack() as closers:
-        yield [closers.enter_context(PeftAdapter(directory, config)) for directory in directories]
+        yield [closers.enter_context(PeftAdapter(directory, config, over_gguf=over_gguf)) for directory in directories]
+
+
+def is_gguf(model_dir: Path) -> bool:
+    return any(path.suffix == GGUF_SUFFIX for path in model_dir.iterdir())
 
 
 def _linears(config: DecoderConfig, index: int) -> Iterator[tuple[str, int, str, tuple[int, ...]]]:

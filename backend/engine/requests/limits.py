@@ -11,7 +11,7 @@ import numpy as np
 from penstock.shm.messages import Failure, FailureCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -46,6 +46,8 @@ class EngineLimits:
     """The forward pass samples tokens."""
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Id of each adapter → its index in the forward pass."""
+    unloaded: Collection[str] = ()
+    """Ids of adapters that only requests of before may still use."""
 
     def find_fault(self, submission: Submission[TextHeader]) -> Failure | None:
         """Why the model cannot generate what is requested, whatever else is open; None if it can."""
@@ -89,7 +91,8 @@ class EngineLimits:
         highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
         if max(highest, *named_ids, 0) >= self.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
-        if message.adapter and message.adapter not in self.adapters:
+        is_gone = message.adapter in self.unloaded and not message.admitted_ns
+        if message.adapter and (is_gone or message.adapter not in self.adapters):
             return Failure(request_id, FailureCode.NO_ADAPTER)
         return None
 
