@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.shm.messages import Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
     from penstock.backend.forward_pass import StepBatch
@@ -105,10 +105,6 @@ class IExecutor(Protocol):
 
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         """saves are copied before the step, even if none of its rows is left by then."""
-        ...
-
-    def call(self, work: Callable[[], None]) -> None:
-        """Do this on the pass's thread, after the steps that were launched before it. An error is fatal."""
         ...
 
     def results(self) -> list[StepResult]:

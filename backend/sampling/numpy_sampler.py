@@ -219,7 +219,7 @@ def _tempered_last(kept: NDArray[np.float32], params: SamplingParams, *, exclude
     if params.dynatemp_range:
         temperature = dynamic_temperature(kept, temperature, params.dynatemp_range, params.dynatemp_exponent)
     scaled = (kept - kept.max()) / np.maximum(np.float32(temperature), _MIN_TEMPERATURE)
-    return np.exp(scaled)
+    return np.asarray(np.exp(scaled), np.float32)
 
 
 def _largest(logits: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -79,10 +79,10 @@ class Repetitions:
         """How many of the last tokens lie behind the last breaker."""
         for index in np.flatnonzero((tokens < 0) | self._is_head[tokens])[::-1].tolist():
             if tokens[index] < 0:
-                return len(tokens) - 1 - index
+                return len(tokens) - 1 - int(index)
             for tail in reversed(self._tails_of(int(tokens[index]))):
                 if tuple(tokens[index + 1 : index + 1 + len(tail)].tolist()) == tail:
-                    return len(tokens) - 1 - index - len(tail)
+                    return len(tokens) - 1 - int(index) - len(tail)
         return len(tokens)
 
 

@@ -23,7 +23,8 @@ from penstock.process.options import format_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.backend.engine.interfaces import IEngineLink, IExecutor
+    from penstock.backend.engine.interfaces import IEngineLink
+    from penstock.backend.engine.requests.adapters import IPassThread
     from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.forward_pass import IBatchedForwardPass
     from penstock.backend.options import BackendOptions
@@ -114,10 +115,15 @@ def with_kept_adapters(options: BackendOptions) -> tuple[BackendOptions, Runtime
 
 
 def adapter_set(card: ModelCard, forward_pass: IBatchedForwardPass, rules: RuntimeAdapters | None) -> AdapterSet:
-    """The adapters with which the backend starts."""
+    """The adapters with which the backend starts. Raises StartupError for a pass that loads none later, with rules."""
     indexes = {adapter.adapter_id: index for index, adapter in enumerate(card.adapters)}
     adapters = AdapterSet(indexes, announced=card.adapters)
-    if rules is not None and isinstance(forward_pass, ILoadsAdapters):
+    if rules is not None:
+        if not (forward_pass.spec.generates and isinstance(forward_pass, ILoadsAdapters)):
+            raise StartupError(
+                "--lora-dir: this forward pass loads no adapters at run time; the built-in decoder does on the CPU "
+                "(--gpu none), for models that generate"
+            )
         for kept in rules.kept:
             adapters.loaded[kept.name] = Loaded(kept.directory, forward_pass.adapter_bytes(kept.directory))
     return adapters
@@ -128,7 +134,7 @@ def make_adapter_table(
     table: RequestTable,
     adapters: AdapterSet,
     forward_pass: IBatchedForwardPass,
-    executor: IExecutor,
+    executor: IPassThread,
     rules: RuntimeAdapters | None,
 ) -> AdapterTable:
     loads = forward_pass if isinstance(forward_pass, ILoadsAdapters) else None

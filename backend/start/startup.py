@@ -10,7 +10,7 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.forward_pass.extensions import IFindsSharedWeights, ILoadsAdapters
+from penstock.backend.forward_pass.extensions import IFindsSharedWeights
 from penstock.backend.kv_cache.budget.kv_plan import (
     CPU_BUDGET_BYTES,
     KvBudget,
@@ -133,10 +133,6 @@ def describe_pass(
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))
     if options.lora_dir is not None:
-        if not spec.generates or not issubclass(pass_class, ILoadsAdapters):
-            raise StartupError(
-                "--lora-dir: this forward pass loads no adapters at run time; the built-in decoder does, on the CPU"
-            )
         spec = replace(spec, workspace_bytes=spec.workspace_bytes + options.lora_budget)
     if spec.quantization != options.quantize:
         raise StartupError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from penstock.backend.engine.interfaces import IEngineLink, IExecutor
+    from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.requests.request_table import RequestTable
     from penstock.backend.forward_pass.extensions import ILoadsAdapters, ReadAdapter
     from penstock.shm.messages import Adapter, ChangeAdapter
@@ -24,6 +24,18 @@ logger = logging.getLogger("penstock.backend")
 
 _MAX_ORDERS = 16
 """Orders to load that wait for the one that is carried out."""
+
+
+class IPassThread(Protocol):
+    """The thread that calls the pass: `Executor`."""
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Do this after the steps that were launched before it."""
+        ...
+
+    def wake(self) -> None:
+        """Wake the loop. Safe from any thread."""
+        ...
 
 
 class IAdapterRules(Protocol):
@@ -91,7 +103,7 @@ class AdapterTable:
         table: RequestTable,
         adapters: AdapterSet,
         forward_pass: ILoadsAdapters | None = None,
-        executor: IExecutor | None = None,
+        executor: IPassThread | None = None,
         rules: IAdapterRules | None = None,
         start: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:

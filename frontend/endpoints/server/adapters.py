@@ -1,4 +1,4 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter (vLLM's): an administrator changes a running model's adapters."""
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter (vLLM's): the adapters of a running model."""
 
 from __future__ import annotations
 
