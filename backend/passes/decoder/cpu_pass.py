@@ -80,7 +80,7 @@ class CpuDecoderPass(HostSampling):
         groups: LayerGroups | None = None,
         adapters: Sequence[PeftAdapter] = (),
         *,
-        over_gguf: bool = False,
+        turns_heads: bool = False,
     ) -> None:
         """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
         quantises them.
@@ -93,7 +93,7 @@ class CpuDecoderPass(HostSampling):
         self._groups = groups or one_group(config)
         self._ops = ops
         self._dtype = dtype
-        self._over_gguf = over_gguf
+        self._turns_heads = turns_heads
         self._places: PagePlaces | None = None
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
@@ -125,9 +125,9 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.tensor_files.lora_adapter import is_gguf, open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 
-        config, over_gguf = read_decoder_config(model_dir, options.max_context_tokens), is_gguf(model_dir)
+        config, is_turned = read_decoder_config(model_dir, options.max_context_tokens), turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
         groups = layer_groups(config, options)
 
@@ -136,7 +136,7 @@ class CpuDecoderPass(HostSampling):
             def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
                 return cls(
                     config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters,
-                    over_gguf=over_gguf,
+                    turns_heads=is_turned,
                 )  # fmt: skip
 
             return cls._load(model_dir, options, config, build)
@@ -223,7 +223,7 @@ class CpuDecoderPass(HostSampling):
     def _open_adapter(self, directory: Path) -> PeftAdapter:
         from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 
-        return PeftAdapter(directory, self._config, over_gguf=self._over_gguf)
+        return PeftAdapter(directory, self._config, is_turned=self._turns_heads)
 
     @property
     def spec(self) -> PassSpec:
