@@ -188,7 +188,8 @@ def serve(options: BackendOptions) -> None:
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
-    _tune_interpreter()
+    resume_collection()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
@@ -219,15 +220,13 @@ def _measure_memory(
 
 
 def _names(options: BackendOptions, spec: PassSpec) -> ModelNames:
-    adapters = announce(named_adapters(options), spec.adapter_ranks)
-    return ModelNames(options.model_id(), options.aliases(), adapters)
+    return ModelNames(options.model_id(), options.aliases(), announce(named_adapters(options), spec.adapter_ranks))
 
 
 def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, seconds: float) -> None:
     if options.gpu == "auto" and settings.device == "cpu":
         logger.info("on the CPU: %s", why_no_gpu())
-    if card.adapters:
-        names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in card.adapters)
+    if names := ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in card.adapters):
         logger.info("adapters of %s: %s", card.model_id, names)
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, seconds)
 
@@ -240,11 +239,6 @@ def _check_all_memory(
         check_room_beside(plan, memory, options.kv_budget, settings.device)
     check_memory(plan, memory, settings.device)
     check_host_memory(settings.host_kv_bytes, host_memory())
-
-
-def _tune_interpreter() -> None:
-    resume_collection()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _load_pass(
@@ -374,9 +368,7 @@ def _restart_grace(options: BackendOptions) -> RestartGrace:
 def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet) -> EngineLimits:
     max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
-        card.vocab_size,
-        card.max_context_tokens,
-        options.max_waiting,
+        *(card.vocab_size, card.max_context_tokens, options.max_waiting),
         max_open=max_open,
         # Requests that were open in the backend before, and as many that frontends held while there was no backend.
         max_open_resumed=2 * HARD_BOUND * max_open,

@@ -68,8 +68,7 @@ class Engine:
         self._scheduler = scheduler
         self._builder = builder
         self._open_requests = requests.table
-        self._intake = requests.intake
-        self._delivery = requests.delivery
+        self._intake, self._delivery = requests.intake, requests.delivery
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
         self._streams = requests.streams

@@ -232,10 +232,7 @@ class BackendClient:
         return self._start(AnswerStream, request, partial(request.to_quote, terms), may_hold=False)
 
     def ask(self, question: Question, deadline_s: float | None = None) -> AnswerStream:
-        """Send a question. Raises as `submit` does, and is never held.
-
-        deadline_s is the time.monotonic() at which the answer ends EXPIRED.
-        """
+        """Send a question, which is never held, as `submit` does. At deadline_s (monotonic) it ends EXPIRED."""
         self._capacity.check(b"", may_share=True, may_hold=False)
         message = question_message(self._next_request_id, question)
         stream = AnswerStream(message, array("i"), self._abandon, deadline_s, turns=self._turns)

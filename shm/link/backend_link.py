@@ -9,7 +9,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
 import zmq
 
 from penstock.shm.buffers.buffer_export import LoanError
@@ -347,11 +346,9 @@ class BackendLink:
             target.add_room()
 
     def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
-        """Tell all frontends, those that come later too, which adapters the model has."""
-        self._table.card = msgspec.structs.replace(self._table.card, adapters=adapters)
-        for epoch, frontend in self._frontends.items():
-            self._pending[epoch] = frontend
-            frontend.add_adapters(adapters)
+        """Tell all frontends, present and future."""
+        self._table.announce_adapters(adapters)
+        self._pending.update(self._frontends)
 
     def flush(self) -> None:
         """Send what credit allows, one message per frontend and step, and keep the rest in order.

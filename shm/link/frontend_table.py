@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.shm.buffers.buffer_export import BufferRequestRefused
 from penstock.shm.link.connected_frontend import ConnectedFrontend
 from penstock.shm.link.rendezvous import Rendezvous
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.memory.ledger import Ledger
+    from penstock.shm.messages import Adapter
 
 
 @dataclass(slots=True)
@@ -65,8 +68,7 @@ class FrontendTable:
         """All arguments stay the caller's. message_socket_fd (O_PATH) reaches the socket that receives messages."""
         self._rendezvous = rendezvous
         self._message_socket_fd = message_socket_fd
-        self.card = card
-        """For frontends that come."""
+        self._card = card
         self._board = board
         self._ledger = ledger
         self._credit = credit
@@ -96,7 +98,7 @@ class FrontendTable:
             self._rendezvous.refuse(connection, str(refusal))
             return None
         try:
-            frontend = ConnectedFrontend(epoch, connection, self.card.max_context_tokens, self._credit, buffers)
+            frontend = ConnectedFrontend(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
         except OSError as error:
             self._release_buffers(buffers, has_closed=True)
             # It may come again; the frontends that are here stay.
@@ -112,7 +114,7 @@ class FrontendTable:
             arena_slots=frontend.arena_slots,
             arena_slot_bytes=frontend.arena_slot_bytes,
             credit=self._credit,
-            model=self.card,
+            model=self._card,
             buffers=buffers.grant if buffers is not None else None,
         )
         fds = [self._message_socket_fd, frontend.arena_fd, self._board.fd, frontend.board_fd]
@@ -134,6 +136,12 @@ class FrontendTable:
     def _release_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
         if buffers is not None and self._exporter is not None:
             self._exporter.release_client(buffers, has_closed=has_closed)
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Note the model's adapters for all frontends, and for those that come."""
+        self._card = msgspec.structs.replace(self._card, adapters=adapters)
+        for frontend in self.by_epoch.values():
+            frontend.add_adapters(adapters)
 
     def remove(self, frontend: ConnectedFrontend) -> None:
         """Disconnect a frontend and free its memory. Call once per frontend."""

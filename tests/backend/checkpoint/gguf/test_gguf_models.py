@@ -195,9 +195,9 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
     assert relative_error(last_logits(model_dir, prompt), expected) < 1e-4
 
 
-@pytest.mark.parametrize(("preset", "arch"), [("llama3", "llama"), ("qwen2", "qwen2"), ("glm4", "glm4")])
+@pytest.mark.parametrize(("preset", "arch"), [("granite", "granite"), ("qwen2", "qwen2"), ("glm4", "glm4")])
 def test_adapter_of_the_checkpoint_works_over_its_gguf_file(preset: str, arch: str, tmp_path: Path) -> None:
-    """Of llama the file has q and k in another order, of GLM-4 in the checkpoint's, where neighbours rotate too."""
+    """Of Granite the file has q and k in another order, of GLM-4 in the checkpoint's, where neighbours rotate too."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
     model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
     file = from_model(arch, model, all_of("F32"), byte_level_vocabulary(320), tensors)
