@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from penstock.frontend.schemas.chat import ChatBody
@@ -25,6 +24,7 @@ from tests.frontend.harness import (
     served_model,
     token_ids,
 )
+from tests.frontend.schemas.llama_cpp_cases import LLAMA_CPP_CASES
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -34,27 +34,6 @@ BASE: dict[str, Any] = {
 }
 PATHS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 STREAMS = pytest.mark.parametrize("stream", [False, True])
-TOKEN_BYTES = served_model(model_card()).tokenizer.token_bytes
-
-
-def bytes_of(token: int) -> str:
-    """Bytes as the characters of Latin 1."""
-    return TOKEN_BYTES(token).decode("latin-1")
-
-
-BREAKERS_OF_THE = np.array(
-    [
-        *(each for token in range(TOKENIZER.get_vocab_size()) if "the" in bytes_of(token) for each in (token, -1)),
-        *(
-            each
-            for end in (1, 2)
-            for token in range(TOKENIZER.get_vocab_size())
-            if bytes_of(token).endswith("the"[:end]) and "the" not in bytes_of(token)
-            for each in (token, *token_ids("the"[end:]), -1)
-        ),
-    ],
-    np.int32,
-).tobytes()
 MARK = TOKENIZER.token_to_id("<|im_end|>")
 
 
@@ -128,26 +107,10 @@ REACHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_p": 0.9}, {"top_p": 0.9}),
     ({"top_k": 40}, {"top_k": 40}),
     ({"top_k": -1}, {"top_k": 0}),
-    ({"min_p": 0.1}, {"min_p": 0.1}),
-    ({"typical_p": 0.4}, {"typical_p": 0.4}),
-    ({"xtc_probability": 0.5}, {"xtc_probability": 0.5}),
-    ({"xtc_probability": 1, "xtc_threshold": 0.2}, {"xtc_probability": 1.0, "xtc_threshold": 0.2}),
-    ({"top_n_sigma": 1.5}, {"top_n_sigma": 1.5}),
-    ({"dynatemp_range": 0.5, "dynatemp_exponent": 2}, {"dynatemp_range": 0.5, "dynatemp_exponent": 2.0}),
-    (
-        {"xtc_probability": 0, "xtc_threshold": 0.2, "top_n_sigma": -1, "dynatemp_exponent": 2, "dynatemp_range": 0}
-        | {"dry_multiplier": 0.8, "dry_penalty_last_n": 0, "dry_base": 3, "dry_sequence_breakers": ["a"]},
-        {},
-    ),
-    (
-        {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
-        | {"dry_sequence_breakers": ["the"]},
-        {"dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": 64}
-        | {"dry_breakers": BREAKERS_OF_THE},
-    ),
+    ({"min_p": 0.1, "typical_p": 0.4}, {"min_p": 0.1, "typical_p": 0.4}),
+    *LLAMA_CPP_CASES,
     ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
-    ({"presence_penalty": -1.5}, {"presence_penalty": -1.5}),
-    ({"frequency_penalty": 0.25}, {"frequency_penalty": 0.25}),
+    ({"presence_penalty": -1.5, "frequency_penalty": 2}, {"presence_penalty": -1.5, "frequency_penalty": 2.0}),
     ({"logit_bias": {"9": 1.5, "5": -100}}, {"logit_bias": ((5, -100.0), (9, 1.5))}),
     ({"logit_bias": {}}, {}),
     ({"logit_bias": [[9, 1.5], ["5", False]]}, {"logit_bias": ((5, -100.0), (9, 1.5))}),
