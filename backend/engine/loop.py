@@ -397,4 +397,4 @@ def _scored_entries(scored: TokenLogprobs, part: slice, first: int, width: int) 
     """Entries for the prompt's tokens from index `first` on."""
     columns = (scored.chosen[part], scored.ranks[part], scored.top_ids[part, :width], scored.top[part, :width])
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [EventLogprobs(index, *row[:2], tuple(row[2]), tuple(row[3])) for index, row in enumerate(rows, start=first)]
+    return [EventLogprobs(at, p, rank, tuple(ids), tuple(top)) for at, (p, rank, ids, top) in enumerate(rows, first)]

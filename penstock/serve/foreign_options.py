@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 _ALWAYS = "this is always so and needs no option"
 _ONE_GPU = "a backend uses one GPU; start a server for each GPU"
 _LORA = "use --lora-modules NAME=DIR for each, or --lora-dir DIR to load them later; requests name one as their model"
-    "use --lora-modules NAME=DIR for each adapter, or --lora-dir DIR to load them later; requests choose one as model"
-)
 _LORA_LIMITS = "up to 256 adapters of ranks up to 512 need no option; --lora-budget limits those that are loaded later"
 _DRAFTS = "there is no speculative decoding"
 _CHOSEN = "the server chooses; no option is needed"
