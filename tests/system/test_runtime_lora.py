@@ -155,10 +155,24 @@ def test_adapters_come_and_go_while_requests_run(url: str, serve: Command, root:
     unload(url, "mine").raise_for_status()
 
 
-def _stream(url: str, act: Any) -> list[int]:
-    """The tokens of a stream of the adapter. Acts after its first token."""
+def test_seeded_stream_with_every_sampler_continues_after_a_kill(url: str, serve: Command) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 1.2,
+        "seed": 7,
+        "dry_multiplier": 0.8,
+        "dry_sequence_breakers": ["a", "the"],
+    }
+    fields |= {"xtc_probability": 0.5, "xtc_threshold": 0.05, "top_n_sigma": 1.5, "dynatemp_range": 0.5, "min_p": 0.01}
+    expected = tokens_of(post(url, "/v1/completions", **_body() | fields))
+    plain = tokens_of(post(url, "/v1/completions", **_body() | {"temperature": 1.2, "seed": 7}))
+    (pid,) = backends_of(serve)
+    assert _stream(url, lambda: os.kill(pid, signal.SIGKILL), **fields, model=MODEL) == expected != plain
+
+
+def _stream(url: str, act: Any, **fields: Any) -> list[int]:
+    """The tokens of a stream, of the adapter by default. Acts after its first token."""
     tokens: list[int] = []
-    body = _body() | {"model": "mine", "stream": True}
+    body = _body() | {"model": "mine", "stream": True} | fields
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0, verify=False) as response:  # noqa: S501
         for line in response.iter_lines():
             if line.startswith("data: {"):
