@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
 CHROMIUM = find_program("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
-_TIMEOUT_MS = 60_000
+_TIMEOUT_MS = 25_000
 
 
 @pytest.fixture(scope="session")

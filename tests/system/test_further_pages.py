@@ -134,7 +134,7 @@ def test_restart_of_the_backend_is_an_event_and_the_page_goes_on(browser: Browse
         expect(figure(page, "Generated tokens")).to_have_text("0")
         (backend,) = backends_of(serve)
         os.kill(backend, signal.SIGKILL)
-        expect(page.locator("#events")).to_contain_text(re.compile(r"backend \d+ began"))
+        expect(page.locator("#events")).to_contain_text(re.compile(r"the model's process \d+ began"))
         page.evaluate(LOAD)
         expect(figure(page, "Generated tokens")).to_have_text(re.compile(r"[1-9]\d*"))
         page.evaluate(HANG_UP)
