@@ -9,6 +9,7 @@ const RULES = {
   FORBID_TAGS: ["style", "form", "input", "button", "textarea", "select", "img", "picture", "video", "audio", "svg", "math"],
   FORBID_ATTR: ["style", "id", "name", "class"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
+  ADD_URI_SAFE_ATTR: ["align", "colspan", "rowspan", "start", "dir", "lang"], // otherwise they would have to be addresses
   RETURN_DOM_FRAGMENT: true,
 };
 
