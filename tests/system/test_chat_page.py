@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
 from penstock.tools.free_port import free_port
-from tests.system.conftest import needs_chromium
+from tests.system.conftest import needs_chromium, take_picture
 from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:
@@ -67,14 +67,15 @@ LONG = '{"type": "array", "items": {"type": "string"}, "minItems": 500}'
 """A schema whose answer does not end soon."""
 
 
-def grows(page: Page) -> str:
-    """Wait until the last answer is longer; return it."""
+def grows(page: Page, before: str = "") -> str:
+    """Wait until the last answer, which began as before, is longer; return it."""
     body = page.locator(".answer .body").last
     expect(body).to_have_text(re.compile(r".{6,}", re.DOTALL))
-    before = body.inner_text()
-    expect(body).not_to_have_text(before, use_inner_text=True)
-    assert (after := body.inner_text()).startswith(before.strip())
-    return after.strip()
+    shorter = body.inner_text()
+    expect(body).not_to_have_text(shorter, use_inner_text=True)
+    after = body.inner_text().strip()
+    assert after.startswith(before)
+    return after
 
 
 def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
@@ -93,24 +94,24 @@ def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
         ask(page, "Another")
         answered(page)  # beside the first one
         page.get_by_role("button", name="Count", exact=True).click()
-        assert (text := grows(page)).startswith(text)
+        text = grows(page, text)
         page.reload()
-        assert (text := grows(page)).startswith(text)
+        text = grows(page, text)
         other = context.new_page()
         other.goto(url)
-        assert (text := grows(other)).startswith(text)  # it shows what the first tab receives
+        text = grows(other, text)  # it shows what the first tab receives
         other.close()
         first, page = page, context.new_page()
         page.goto(url)
         grows(page)
         first.close()
-        assert (text := grows(page)).startswith(text)  # the second tab reads the stream itself
+        text = grows(page, text)  # the second tab reads the stream itself
         waiting = page.locator(".waiting")
         (backend,) = backends_of(serve)
         os.kill(backend, signal.SIGKILL)
         expect(waiting).to_contain_text("The model's process restarts. The answer goes on.")
         expect(waiting).to_be_hidden()
-        assert (text := grows(page)).startswith(text)
+        text = grows(page, text)
         serve.kill()
         expect(waiting).to_contain_text("The server does not answer")
         page.get_by_role("button", name="Retry").click()
@@ -119,7 +120,7 @@ def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
     with running(serve := Command(*command)):
         serve.wait_for(r"^Ready: ")
         expect(waiting).to_be_hidden()
-        assert grows(page).startswith(text)
+        grows(page, text)
         page.keyboard.press("Escape")
         expect(page.locator(".failure")).to_have_text("stopped")
         load = context.request.get(f"{url}/v1/load")
@@ -163,6 +164,7 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     ask(page, "What is a heap?")
     answered(page, 4)
     assert page.locator(".answer .label").all_inner_texts() == ["temperature 0"] * 2 + ["temperature 1.5"] * 2
+    take_picture(page, "chat-page")
     for figures in page.locator(".stats").all_inner_texts():  # each answer has its own
         assert re.search(r"first token after \d+ ms · .*[^\d]8 tokens", figures)
     page.get_by_role("button", name="Continue with this one").nth(2).click()
@@ -429,6 +431,8 @@ def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
     expect(why.locator(".tokens span")).to_have_count(8)
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
+    page.set_viewport_size({"width": 800, "height": 700})
+    take_picture(page, "chat-page-why")
     why.get_by_role("link").click()
     expect(page.locator("#life-events")).to_contain_text("arrived with")
 
@@ -481,6 +485,7 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}})
         assert found.violations_count == 0, found.generate_report()
+    take_picture(page, "chat-page-phone")
     expect(page.locator("#conversations")).to_be_hidden()
     page.get_by_role("button", name="Chats").press("Enter")
     expect(page.locator("#conversations")).to_be_visible()

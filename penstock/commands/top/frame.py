@@ -71,8 +71,8 @@ def _rates(snapshot: Snapshot) -> list[Text]:
     since = f"   last step {age_s:.0f} s ago" if age_s >= 1 else ""
     return [
         Text(
-            f"last 10 s: {rates.steps_per_s:,.1f} steps/s, {rates.step_p50_ms:.1f} ms p50, {rates.step_p99_ms:.1f} p99   "
-            f"device busy {rates.busy:.0%}"
+            f"last 10 s: {rates.steps_per_s:,.1f} steps/s, {rates.step_p50_ms:.1f} ms p50, "
+            f"{rates.step_p99_ms:.1f} p99   device busy {rates.busy:.0%}"
         ),
         Text(f"           tokens/s {rates.tokens_per_s:,.0f} computed, {rates.decodes_per_s:,.0f} decoded{since}"),
         Text(

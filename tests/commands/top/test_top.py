@@ -21,7 +21,7 @@ from penstock.commands.top.snapshot import Meter, Snapshot, Sort, sorted_lines
 from penstock.main import app
 from penstock.shm.memory.ring import RingReader
 from penstock.shm.recording.live import LiveEngine
-from penstock.shm.recording.rings import NoRing
+from penstock.shm.recording.rings import NoRing, open_ring
 from tests.backend.recorded import Recorded
 
 PROMPT = [21, 22, 23, 24, 25, 26, 27, 28, 29]
@@ -130,7 +130,7 @@ def test_once_prints_one_frame_as_plain_text(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setattr(command, "open_ring", lambda _pid, newest: (RingReader(recorded.fd), None))
+    monkeypatch.setattr(command, "open_ring", lambda _pid, **_: (RingReader(recorded.fd), None))
     with pytest.raises(SystemExit) as ended:
         app(["top", "--once", "--sort", "prompt"])
     assert ended.value.code in (None, 0)
@@ -143,6 +143,16 @@ def test_once_prints_one_frame_as_plain_text(
     found = json.loads(capsys.readouterr().out)
     assert (found["running"], found["waiting"], found["backend"]["max_running"]) == (2, 1, 8)
     assert [request["name"] for request in found["requests"]][:2] == ["1.1", "1.2"]
+
+
+def test_backend_that_started_last_is_shown(recorded: Recorded) -> None:
+    later = Recorded(pid=2, wall_s=9.0)
+    with pytest.raises(NoRing, match="choose one"):
+        open_ring(os.getpid())
+    ring, started = open_ring(os.getpid(), newest=True)
+    assert started.pid == 2
+    ring.close()
+    later.close()
 
 
 def test_terminal_that_cannot_be_redrawn_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
