@@ -108,8 +108,9 @@ def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
         text = grows(page, text)  # the second tab reads the stream itself
         waiting = page.locator(".waiting")
         (backend,) = backends_of(serve)
-        os.kill(backend, signal.SIGKILL)
+        os.kill(backend, signal.SIGSTOP)  # a new one could begin before the page says so
         expect(waiting).to_contain_text("The model's process restarts. The answer goes on.")
+        os.kill(backend, signal.SIGKILL)
         expect(waiting).to_be_hidden()
         text = grows(page, text)
         serve.kill()
@@ -485,6 +486,8 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}})
         assert found.violations_count == 0, found.generate_report()
+    page.get_by_text("Settings", exact=True).click()
+    page.evaluate("scrollTo(0, 0)")
     take_picture(page, "chat-page-phone")
     expect(page.locator("#conversations")).to_be_hidden()
     page.get_by_role("button", name="Chats").press("Enter")

@@ -56,7 +56,7 @@ function takeOver({ conversation, messages, removed }) {
   for (const { id } of messages ?? []) {
     const message = conversation.messages.get(id);
     redraw(message);
-    if (streams.isRunning(message)) streams.resume(conversation, message);
+    if (streams.isRunning(message)) streams.awaitTurn(conversation, message);
   }
 }
 

@@ -44,7 +44,7 @@ export class AnswersView {
     this.results = element("form", "results");
     this.views = message.answers.map((answer, index) => new AnswerView(answer, () => actions.why(message, index)));
     if (this.views.length > 1) {
-      this.views.forEach((view, index) => view.node.append(button("Continue with this one", "", () => actions.choose(message, index))));
+      this.views.forEach((view, index) => view.tools.append(button("Continue with this one", "", () => actions.choose(message, index))));
     }
     this.node = element("div", "message", element("h2", "", message.model ?? "Model"),
       element("div", "answers", ...this.views.map((view) => view.node)), this.results, this.notice, this.tools);

@@ -41,7 +41,7 @@ export async function open(conversation) {
 export async function save(conversation, ...messages) {
   conversations.set(conversation.id, conversation);
   const first = [...conversation.messages.values()].find((each) => each.role === "user");
-  conversation.title ||= first ? first.content.slice(0, TITLE_CHARACTERS) : "";
+  conversation.title ||= (first?.content || first?.files?.[0].name || "").slice(0, TITLE_CHARACTERS);
   await database.put([record(conversation)], messages);
   channel.postMessage({ conversation: record(conversation), messages });
 }

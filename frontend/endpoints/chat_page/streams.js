@@ -7,6 +7,7 @@ import * as store from "/page/store.js";
 const PATH = "/v1/chat/completions";
 const MOST_LINGERING_BYTES = 1_000_000; // the server keeps no stream of a longer request
 const SAVE_EVERY_MS = 300;
+const SAVED_SHARE = 10; // saving a long answer takes at most a tenth of the time
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 10_000;
 const AWAY = new Set([0, 502, 503, 504]);
@@ -42,19 +43,22 @@ class Run {
     this.notice = null; // why nothing arrives
     this.retryNow = () => null;
     this.saver = null;
+    this.saveEveryMs = SAVE_EVERY_MS;
   }
 
   changed(notice = this.notice) {
     this.notice = notice;
     tell("change", this.message);
-    this.saver ??= setTimeout(() => this.save(), SAVE_EVERY_MS);
+    this.saver ??= setTimeout(() => this.save(), this.saveEveryMs);
   }
 
   async save() {
     clearTimeout(this.saver);
     this.saver = null;
     if (!store.conversations.has(this.conversation.id)) return; // it has been deleted
+    const beganMs = performance.now();
     await store.save(this.conversation, this.message).catch((error) => tell("unsaved", error));
+    this.saveEveryMs = Math.max(SAVE_EVERY_MS, SAVED_SHARE * (performance.now() - beganMs));
   }
 }
 
@@ -71,6 +75,10 @@ export async function run(conversation, message) {
 
 // Goes on with the message's open requests. Another tab that does so goes first.
 export const resume = (conversation, message) => begin(conversation, message, goOn);
+
+// Waits for the other tab that has the message's requests, and goes on with them when it leaves. Without locks nobody could
+// tell when.
+export const awaitTurn = (conversation, message) => navigator.locks && resume(conversation, message);
 
 async function begin(conversation, message, work) {
   if (runs.has(message.id)) return;
