@@ -160,6 +160,8 @@ class Exchange(Abortable):
         """An answer that has started consists of events."""
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """Called when nothing has been sent for a while: an event stream writes a comment."""
+        self.waits_for_backend: Callable[[], bool] = lambda: False
+        """Whether the answer's backend is away, such as during a restart."""
         self.count_status: Callable[[int], None] | None = None
         """Called with the status when the exchange has ended; None leaves it to the application."""
         self.at_end: list[Callable[[], None]] = []
