@@ -75,6 +75,8 @@ _PRODUCT: dict[Group, dict[str, tuple[str, str]]] = {
         ),
     },
     _OPERATE: {
+        "backend": ("backend.main:app", "Runs one backend alone, as the command `backend` does."),
+        "frontend": ("frontend.main:app", "Runs one frontend alone, as the command `frontend` does."),
         "compile-kernels": (
             "commands.compile_kernels:compile_kernels",
             "Compiles the CPU kernels for every CPU of this machine's architecture, for an image without a compiler.",

