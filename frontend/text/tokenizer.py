@@ -59,9 +59,9 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
-        special = [token.content for token in added.values() if token.special]
-        own = [text for text in special if chat_template is not None and chat_template.takes_apart(text)]
-        self.spellings = Spellings(special, own)
+        self._special = [token.content for token in added.values() if token.special]
+        self._own = {text for text in self._special if chat_template is not None and chat_template.takes_apart(text)}
+        self._spellings: dict[tuple[str, ...], Spellings] = {}
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
@@ -69,6 +69,12 @@ class ModelTokenizer:
         self._breaker_search: BreakerSearch | None = None
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def spellings(self, own: tuple[str, ...] = ()) -> Spellings:
+        """Return the texts of special tokens. own: those that the server writes into an assistant's message."""
+        if own not in self._spellings:
+            self._spellings[own] = Spellings(self._special, self._own.union(own))
+        return self._spellings[own]
 
     @classmethod
     def load(cls, model_dir: Path, template_file: Path | None = None) -> ModelTokenizer:

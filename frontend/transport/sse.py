@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.exchange import Exchange
 
 _KEEP_ALIVE = b": keep-alive\n\n"
+_RESTARTING = b": restarting\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -43,7 +44,8 @@ class EventNumbers:
 class EventStream:
     """Sends the headers with the first event, so that an error before it still has its own status.
 
-    A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open.
+    A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open. The
+    comment says whether its backend is away.
     """
 
     def __init__(self, exchange: Exchange, headers: Callable[[], Headers], numbers: EventNumbers | None = None) -> None:
@@ -86,4 +88,4 @@ class EventStream:
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self._write(_KEEP_ALIVE)
+        await self._write(_RESTARTING if self._exchange.waits_for_backend() else _KEEP_ALIVE)

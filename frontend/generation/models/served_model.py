@@ -57,7 +57,9 @@ class ServedModel:
     @property
     def spellings(self) -> Spellings:
         """The texts of special tokens that stay texts in a chat."""
-        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings
+        writer = self.syntax.writer
+        own = () if writer is None else writer.form.markers
+        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings(own)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
