@@ -51,8 +51,7 @@ def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
 
 _GROUPS = {
     "Used most": "host port workers api_key",
-    "Model and weights": "tool_parser reasoning_parser chat_template special_tokens_in_chats truncate_inputs"
-    " allow_token_ids",
+    "Model and weights": "tool_parser reasoning_parser chat_template special_tokens_in_chats",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
     "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
@@ -188,14 +187,6 @@ class FrontendOptions:
     special_tokens_in_chats: ClientTokens = "text"
     """What a client's <|im_end|> or another special token is in a chat's messages, tools and documents: text, or the
     token, with which a text can end its message and begin another role's."""
-
-    truncate_inputs: Annotated[bool | None, Parameter(show_default=False)] = None
-    """Cut inputs of embedding models and rerankers that are too long, unless a request says otherwise; without it they
-    are refused. Default: for models whose files have sentence-transformers' max_seq_length."""
-
-    allow_token_ids: bool = False
-    """Take token ids as inputs of embeddings. Clients such as LangChain send those of another model's tokenizer, which
-    give wrong vectors."""
 
     strict: bool = False
     """Refuse requests with unknown fields, which are otherwise ignored."""

@@ -123,23 +123,13 @@ class PooledBackend(FakeBackend):
         return normalized(vector) if request.normalize else vector
 
 
-def encoder(
-    backend: PooledBackend,
-    pooling: PoolingFiles = PoolingFiles(),  # noqa: B008 - frozen
-    **settings: Any,
-) -> ModelKeeper:
-    """Return the keeper of an encoder. settings are those of ServedModel."""
+def encoder(backend: PooledBackend, pooling: PoolingFiles = PoolingFiles()) -> ModelKeeper:  # noqa: B008 - frozen
+    """Return the keeper of an encoder."""
     assert backend.model is not None
     client: Any = backend
     return model_keeper(
         backend,
-        ServedModel(
-            backend.model,
-            ModelTokenizer(GuardedTokenizer(ENCODER_TOKENIZER), None),
-            client,
-            pooling=pooling,
-            **settings,
-        ),
+        ServedModel(backend.model, ModelTokenizer(GuardedTokenizer(ENCODER_TOKENIZER), None), client, pooling=pooling),
     )
 
 
