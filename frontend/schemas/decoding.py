@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.frontend.schemas.chat import ChatBody, check_chat
-from penstock.frontend.schemas.completion import CompletionBody, check_completion
+from penstock.frontend.schemas.completion import CompletionBody, InfillBody, NativeCompletionBody, check_completion
 from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
@@ -97,6 +97,8 @@ _MAX_NOTHING_BYTES = 64
 
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
+_native_completion = msgspec.json.Decoder(NativeCompletionBody)
+_infill = msgspec.json.Decoder(InfillBody)
 _any = msgspec.json.Decoder()
 _type_info = cache(msgspec.inspect.type_info)
 
@@ -122,6 +124,18 @@ def decode_chat(data: bytes) -> ChatBody:
     check_stream_options(body)
     check_chat(body)
     return body
+
+
+def decode_native_completion(data: bytes) -> NativeCompletionBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = decode_body(_native_completion, data)
+    body.prompts()
+    return body
+
+
+def decode_infill(data: bytes) -> InfillBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    return decode_body(_infill, data)
 
 
 def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:

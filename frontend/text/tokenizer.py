@@ -56,9 +56,9 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
-        special = [token.content for token in added.values() if token.special]
-        own = [text for text in special if chat_template is not None and chat_template.takes_apart(text)]
-        self.spellings = Spellings(special, own)
+        self.special_tokens = [token.content for token in added.values() if token.special]
+        own = [text for text in self.special_tokens if chat_template is not None and chat_template.takes_apart(text)]
+        self.spellings = Spellings(self.special_tokens, own)
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
@@ -126,6 +126,11 @@ class ModelTokenizer:
                 ]
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    async def encode_as_text(self, texts: list[str], spellings: Spellings) -> list[list[int]]:
+        """Return the token ids of texts in which no token is spelled. Special tokens are not added."""
+        marked, mark = spellings.mark_texts(texts)
+        return await self.encode(marked, add_special_tokens=False, mark=mark)
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool
