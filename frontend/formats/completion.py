@@ -41,7 +41,8 @@ class CompletionFormat:
 
     def _progress(self, index: int) -> bytes:
         progress = {} if self._usage.progress is None else self._usage.progress()
-        return self._chunk(index, b'""', more=b',"prompt_progress":' + encode(progress))
+        chunk = self._chunk(index, b'""')
+        return chunk[:-3] + b',"prompt_progress":' + encode(progress) + chunk[-3:]
 
     def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
         more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)

@@ -84,8 +84,7 @@ def known_name(models: ServedModels, requested: str) -> str:
 async def answer_empty(exchange: Exchange, body: GenerativeBody, *, is_chat: bool) -> None:
     """Answer a request that only loads or unloads its model."""
     reason = "unload" if body.keep_alive_s == 0 else "load"
-    answer = without_answer(body.model, reason, is_chat=is_chat)
-    await exchange.respond(200, answer + b"\n" if body.stream else answer)
+    await exchange.respond(200, without_answer(body.model, reason, is_chat=is_chat))
 
 
 def style_of(received: Received[Any], *, is_chat: bool, returns_context: bool = False) -> AnswerStyle:
