@@ -12,7 +12,14 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.frontend.settings import ClientTokens, EngineView, ReasoningParserName, TenantBy, ToolParserName
+from penstock.frontend.settings import (
+    ClientTokens,
+    EngineView,
+    ParserNames,
+    ReasoningParserName,
+    TenantBy,
+    ToolParserName,
+)
 from penstock.process.options import ByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
@@ -225,3 +232,12 @@ class FrontendOptions:
 
     trace_sample_ratio: Annotated[float, Parameter(validator=Number(gte=0.0, lte=1.0))] = 1.0
     """Share of the requests that are traced. A caller that sends the header traceparent decides for its own."""
+
+    def parsers(self) -> ParserNames:
+        return ParserNames(
+            self.tool_parser,
+            self.reasoning_parser,
+            self.special_tokens_in_chats,
+            self.allow_token_ids,
+            self.truncate_inputs,
+        )
