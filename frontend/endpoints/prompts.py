@@ -99,10 +99,10 @@ async def fill_in_prompts(
     tokenizer = served.tokenizer
     one, begun, bare = await tokenizer.encode_as_text([_ONE, f"{_ONE}{suffix}", suffix], tokens.spellings)
     # SentencePiece puts a space before each text, but the suffix continues a line.
-    has_space = tokenizer.token_bytes(one[0]).startswith(b" ") and begun[: len(one)] == one
+    has_space = bool(one) and tokenizer.token_bytes(one[0]).startswith(b" ") and begun[: len(one)] == one
     after = begun[len(one) :] if has_space else bare
     (whole,) = await tokenizer.encode([_ONE], add_special_tokens=with_special)
-    begin = whole[: whole.index(one[0])]
+    begin = whole[: whole.index(one[0])] if one else whole
     return [[*begin, *tokens.around(prefix, after)] for prefix in prefixes]
 
 

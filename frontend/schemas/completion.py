@@ -127,6 +127,9 @@ class NativeBody(GenerationBody, kw_only=True):
     post_sampling_probs: Raw = ABSENT
 
 
+UNSUPPORTED_NATIVE = ("prompt_logprobs", "stream_options")
+"""Fields of other endpoints for which llama.cpp's answers have no place."""
+
 Segments = list[str | TokenId]
 
 

@@ -16,7 +16,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.frontend.schemas.chat import ChatBody, check_chat
-from penstock.frontend.schemas.completion import CompletionBody, InfillBody, NativeCompletionBody, check_completion
+from penstock.frontend.schemas.completion import (
+    UNSUPPORTED_NATIVE,
+    CompletionBody,
+    InfillBody,
+    NativeBody,
+    NativeCompletionBody,
+    check_completion,
+)
 from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
@@ -106,6 +113,7 @@ AnsweredBody: TypeAlias = ChatBody | CompletionBody
 """A body that is answered. Bodies of Responses and Messages are translated to a ChatBody first."""
 
 Body = TypeVar("Body", bound=Struct)
+Native = TypeVar("Native", bound=NativeBody)
 _Decoded = TypeVar("_Decoded")
 _SMALL_BODY_BYTES = 64 << 10
 
@@ -128,14 +136,22 @@ def decode_chat(data: bytes) -> ChatBody:
 
 def decode_native_completion(data: bytes) -> NativeCompletionBody:
     """Raises ApiError naming the field, its value and the limit."""
-    body = decode_body(_native_completion, data)
+    body = _checked_native(decode_body(_native_completion, data))
     body.prompts()
     return body
 
 
 def decode_infill(data: bytes) -> InfillBody:
     """Raises ApiError naming the field, its value and the limit."""
-    return decode_body(_infill, data)
+    return _checked_native(decode_body(_infill, data))
+
+
+def _checked_native(body: Native) -> Native:
+    for field in UNSUPPORTED_NATIVE:
+        if getattr(body, field) is not None:
+            message = f"{field}: not supported by this endpoint"
+            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=field)
+    return body
 
 
 def decode_body(decoder: msgspec.json.Decoder[Body], data: bytes) -> Body:

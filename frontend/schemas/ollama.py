@@ -16,7 +16,7 @@ from penstock.frontend.schemas.pooling.common import Dimensions, listed_inputs
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
 
-_DURATION = re.compile(r"[+-]?(?:\d+\.?\d*(?:ns|us|µs|ms|s|m|h))+|0")
+_DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
 _PART = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h)")
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MAX_OPTION = float(1 << 53)
@@ -58,7 +58,7 @@ class OllamaBody(SchedulingBody, kw_only=True):
     """Fields of every body that runs a model."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
-    keep_alive: float | str | None = None
+    keep_alive: float | Annotated[str, Meta(max_length=64)] | None = None
     options: OllamaOptions = OllamaOptions()
 
     @property

@@ -49,7 +49,11 @@ class _Facts:
 
     @property
     def family(self) -> str:
-        return str(self.config.get("model_type", "unknown"))
+        """The model type; of a GGUF file's configuration, which names none, the class without its head."""
+        if isinstance(kind := self.config.get("model_type"), str):
+            return kind
+        named = self.config.get("architectures")
+        return str(named[0]).partition("For")[0].lower() if isinstance(named, list) and named else "unknown"
 
     def quantization(self, served: ServedModel) -> str:
         """Return the form of most matrices, such as Q4_K."""

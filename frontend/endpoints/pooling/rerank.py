@@ -25,7 +25,7 @@ from penstock.shm.messages import MAX_CONTEXT_TOKENS
 if TYPE_CHECKING:
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.model_table import Task
+    from penstock.frontend.generation.models.model_table import ServedModels, Task
     from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.text.input_encoder import EncodedInput
     from penstock.frontend.transport.exchange import Exchange
@@ -36,7 +36,7 @@ _HOW_TO_TRUNCATE = "truncate true truncates it"
 
 async def rerank(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/rerank and /v2/rerank. Raises ApiError, ClientGoneError."""
-    body, served, _ = await context.receive_body(exchange, decode_rerank, "score")
+    body, served, _ = await context.receive_body(exchange, decode_rerank, lambda body: _task(context.models, body))
     await _answer(exchange, body, served)
 
 
@@ -50,13 +50,19 @@ async def rerank_either(exchange: Exchange, context: EndpointContext) -> None:
         return decode_rerank(data)
 
     def task_of(body: RerankBody | TeiRerankBody) -> Task:
-        return "rerank" if isinstance(body, TeiRerankBody) else "score"
+        return "rerank" if isinstance(body, TeiRerankBody) else _task(context.models, body)
 
     body, served, _ = await context.receive_body(exchange, decode, task_of)
     if isinstance(body, TeiRerankBody):
         await tei_predict.answer_rerank(exchange, body, served)
     else:
         await _answer(exchange, body, served)
+
+
+def _task(models: ServedModels, body: RerankBody) -> Task:
+    """A reranker comes before an embedding model, unless the request names one."""
+    has_reranker = any(can_do(served.card, "rerank") for served in models.loaded())
+    return "rerank" if body.model is None and has_reranker else "score"
 
 
 async def _answer(exchange: Exchange, body: RerankBody, served: ServedModel) -> None:

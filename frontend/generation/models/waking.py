@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.05
 _COUNT_EVERY_S = 0.1
 _LONGEST_RETRY_S = 3600
-_FOR_EVER_NS = 1 << 62
+_FOR_EVER_NS, _LONGEST_KEEP_S = 1 << 62, 1e9
 
 
 class WakingModel:
@@ -117,7 +117,7 @@ class WakingModel:
         now_ns, keep_s = time.monotonic_ns(), self._keep_alive_s
         kept_ns = 0
         if keep_s is not None:
-            kept_ns = _FOR_EVER_NS if keep_s < 0 else min(_FOR_EVER_NS, now_ns + round(keep_s * 1e9))
+            kept_ns = now_ns + round(keep_s * 1e9) if 0 <= keep_s <= _LONGEST_KEEP_S else _FOR_EVER_NS
         self._table.note_use(self._index, self._num_counted, now_ns, kept_ns)
 
     def _failed(self) -> ApiError:

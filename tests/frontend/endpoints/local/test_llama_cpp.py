@@ -114,6 +114,7 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
             "invalid_request_error",
             "post_sampling_probs",
         ),
+        ("/completion", {"prompt": "x", "prompt_logprobs": 1}, 400, "invalid_request_error", "prompt_logprobs: not"),
         ("/infill", {"input_prefix": "x"}, 400, "invalid_request_error", 'input_suffix: "test/model" has no tokens'),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,22 @@ async def test_models_are_listed_and_shown(connection: ClientConnection) -> None
     assert lines(await connection.post("/api/pull", {"model": MODEL}))[-1] == {"status": "success"}
     for name, status in ((MODEL, 409), ("none", 404)):
         assert (await connection.request("DELETE", "/api/delete", {"model": name})).status == status
+
+
+async def test_details_come_from_the_models_files(tmp_path: Path) -> None:
+    formats = {"quant_method": "gguf", "types": {"Q6_K": ["a"], "Q4_K": ["b", "c"]}}
+    config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "quantization_config": formats}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "weights-00001.gguf").write_bytes(b"x" * 1234)
+    backend = FakeBackend(model=model_card(model_dir=str(tmp_path)))
+    connection = ClientConnection(make_app(backend))
+    (model,) = (await connection.request("GET", "/api/tags")).json()["models"]
+    details = model["details"]
+    assert (model["size"], details["format"], details["family"]) == (1234, "gguf", "llama")
+    assert details["quantization_level"] == "Q4_K"
+    shown = (await connection.post("/api/show", {"model": MODEL})).json()
+    assert shown["model_info"]["llama.embedding_length"] == 576
+    await connection.end()
 
 
 async def test_embeddings_are_truncated_unless_the_request_forbids_it() -> None:
