@@ -78,7 +78,9 @@ class PoolingFiles:
             activation=_activation(config),
             pair_template=QWEN3_RERANKER if config.get("model_type") == "qwen3" else None,
             pooling=_pooling(model_dir),
-            has_own_limit=isinstance(_read(model_dir / "sentence_bert_config.json").get("max_seq_length"), int),
+            has_own_limit=any(
+                isinstance(_read(path).get("max_seq_length"), int) for path in model_dir.glob("sentence_*_config.json")
+            ),
         )
 
 
