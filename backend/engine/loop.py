@@ -12,7 +12,7 @@ from penstock.backend.engine.steps.executor import ExecutorFailed
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
-from penstock.shm.messages import AskStream, CancelOther, EventLogprobs, FailureCode
+from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter, EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,11 +68,11 @@ class Engine:
         self._scheduler = scheduler
         self._builder = builder
         self._open_requests = requests.table
-        self._intake = requests.intake
-        self._delivery = requests.delivery
+        self._intake, self._delivery = requests.intake, requests.delivery
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
         self._streams = requests.streams
+        self._adapters = requests.adapters
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or requests.step_timing
@@ -120,10 +120,13 @@ class Engine:
                     self._canceller.cancel_for_operator(frontend, cancel.request_id, cancel.target)
                 case Question(frontend, AskStream() as ask):
                     self._streams.answer(frontend, ask)
+                case Question(frontend, ChangeAdapter() as order):
+                    self._adapters.change(frontend, order)
                 case Cancellation(frontend, request_id, noticed_ns, keep):
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
+        self._adapters.turn()
         self._canceller.expire()
         self._intake.submit_compiled()
         self._intake.make_quotes()
@@ -394,7 +397,4 @@ def _scored_entries(scored: TokenLogprobs, part: slice, first: int, width: int) 
     """Entries for the prompt's tokens from index `first` on."""
     columns = (scored.chosen[part], scored.ranks[part], scored.top_ids[part, :width], scored.top[part, :width])
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [
-        EventLogprobs(index, chosen, rank, tuple(top_ids), tuple(top))
-        for index, (chosen, rank, top_ids, top) in enumerate(rows, start=first)
-    ]
+    return [EventLogprobs(at, p, rank, tuple(ids), tuple(top)) for at, (p, rank, ids, top) in enumerate(rows, first)]

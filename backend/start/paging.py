@@ -106,6 +106,6 @@ def create_scheduler(
         keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
         kv_windows=forward_pass.spec.kv_windows,
     )
-    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters)
+    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
     builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)
     return scheduler, builder

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
 _TOOLS_HEADER = b"x-penstock-tools"
+_REQUEST_HEADER = b"x-penstock-request"
+"""The number of the first choice in the flight recorder, where the engine view finds it."""
 _INLINE_BODY_BYTES = 64 << 10
 """Chats from larger bodies are rendered in a thread."""
 
@@ -77,7 +79,7 @@ async def answer_chat(
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
-    if body.offered_tools and served.syntax.generic is not None:
+    if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
     await answer_prompts(exchange, PreparedRequest(body, [[*before, *prompt]], rules), served, style)
 
@@ -110,6 +112,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         lingering.begun = (response_id, created)
         served = prepare_to_linger(lingering, body, served)
     backend = served.backend
+    exchange.waits_for_backend = lambda: not backend.ready
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
     prompts = [truncated(body, prompt, card) for prompt in request.prompts]
@@ -126,6 +129,8 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         exchange.more_headers = (*exchange.more_headers, (STREAM_HEADER, response_id.encode()))
     try:
         choices = await submit(request, policy, served, exchange.claim, linger)
+        number = (_REQUEST_HEADER, b"%d" % choices[0].stream.request_id)
+        exchange.more_headers = (*exchange.more_headers, number)
         log_entry.max_tokens = max(choice.prompt.max_tokens for choice in choices)
         runner = ChoiceRunner(
             exchange,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
 
+_RESTARTING = b": restarting\n\n"
 _HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
@@ -42,7 +43,7 @@ class EventStream:
     """Sends the headers with the first event, so that an error before it still has its own status.
 
     A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open; not
-    one whose API has no comments.
+    one whose API has no comments. The comment says whether its backend is away.
     """
 
     def __init__(self, exchange: Exchange, headers: Callable[[], Headers], numbers: EventNumbers | None = None) -> None:
@@ -87,4 +88,4 @@ class EventStream:
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self._write(self._form.keep_alive)
+        await self._write(_RESTARTING if self._exchange.waits_for_backend() else self._form.keep_alive)

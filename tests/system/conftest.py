@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +20,12 @@ SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--too
 CHROMIUM = find_program("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 _TIMEOUT_MS = 60_000
+
+
+def take_picture(page: Page, name: str) -> None:
+    """Save what the page shows to the folder PENSTOCK_PICTURES, such as docs/, if the environment names one."""
+    if folder := os.environ.get("PENSTOCK_PICTURES"):
+        page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -268,6 +269,17 @@ def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRu
         for slot, chunk in ((0, 100), (7, 100), (19, 100), (3, 5), (4, 1))
     }
     assert len(drawn) == 1
+
+
+def test_dry_keeps_a_token_from_continuing_a_repetition(runner: StepRunner) -> None:
+    if not runner.forward_pass.spec.has_llama_cpp_sampling:
+        pytest.skip("this pass does not know it")
+    prompt = runner.random_prompt(9)
+    text = [*prompt, 3, *prompt]
+    likes = replace(GREEDY, dry_multiplier=100.0, dry_base=100.0, logit_bias=((3, 90.0),))
+    for sampling, repeats in ((likes, False), (replace(likes, dry_penalty_last_n=9), True)):
+        _, token = runner.prefill(text, runner.random_pages(len(text)), sampling=sampling)
+        assert (token == 3) == repeats
 
 
 def test_prompt_of_embeddings_depends_neither_on_chunks_nor_on_other_rows(runner: StepRunner) -> None:

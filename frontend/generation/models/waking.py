@@ -55,7 +55,7 @@ class WakingModel:
         return self._table.reason(self._index) if self._table.seconds_to_retry(self._index) else None
 
     def use(self) -> None:
-        """Keep the model awake, or have it woken, until `done`. Unless `keep` is called, it then has the server's time."""
+        """Keep the model awake, or have it woken, until `done`. Without `keep` it then has the server's time."""
         self._num_uses += 1
         self._keep_alive_s = None
         self._count()

@@ -64,7 +64,14 @@ POOLED_BODIES: dict[str, list[dict[str, Any]]] = {
     "/api/embeddings": [{"model": "encoder", "prompt": "x"}],
     "/tokenize": [{"inputs": ["x", "y"]}],
 }
-COMMANDS = ("/v1/models/load", "/v1/models/unload", "/api/delete", "/infill")
+COMMANDS = (
+    "/v1/models/load",
+    "/v1/models/unload",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/api/delete",
+    "/infill",
+)
 """Refused by the server of these tests."""
 GENERATING = [path for path in BODIES if path in list(BODIES)[:4]]
 
@@ -246,11 +253,17 @@ async def test_document_needs_no_key_and_says_which_routes_do(connect: Callable[
 
 PAGES = {
     "/docs": (PAGE, "/docs/", {"/docs/page.css", "/docs/page.js", "/openapi.json"}),
-    "/": (CHAT_PAGE, "/page/", {"/page/chat.js", "/openapi.json"}),
+    "/": (CHAT_PAGE, "/page/", {"/page/chat.js", "/page/chat.css", "/page/penstock.webmanifest", "/openapi.json"}),
     "/engine": (ENGINE_PAGE, "/engine/", {"/engine/engine.css", "/engine/engine.js"}),
 }
-ON_ALL_PAGES = {"/page/page.css", "/", "/engine", "/docs", "/metrics"}
-KINDS = {"css": "text/css", "js": "text/javascript", "html": "text/html"}
+ON_ALL_PAGES = {"/page/page.css", "/page/icon.svg", "/", "/engine", "/docs", "/metrics"}
+KINDS = {
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "svg": "image/svg+xml",
+    "webmanifest": "application/manifest+json",
+}
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -267,7 +280,7 @@ async def test_page_loads_only_from_this_server(connection: ClientConnection, pa
         answer = await connection.request("GET", url + str(file.relative_to(folder)))
         kind = KINDS.get(file.suffix[1:])
         assert (answer.status, answer.headers["content-type"]) == (
-            (404, "application/json") if kind is None else (200, f"{kind}; charset=utf-8")
+            (404, "application/json") if kind is None else (200, kind)
         )
     for missing in (url, f"{url}../pages.py", f"{url}vendor", f"{url}x.js", f"{url}%2e%2e/static_files.py"):
         assert (await connection.request("GET", missing)).status == 404
@@ -277,7 +290,7 @@ def test_page_names_no_other_site_and_writes_no_markup() -> None:
     paths = [*PAGE.glob("*.*"), *CHAT_PAGE.glob("*.*"), *ENGINE_PAGE.glob("*.*")]
     assert len(paths) >= 20
     for path in paths:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"https?://|//[a-z]|@import|url\(", text.replace("// ", "")), path
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function| style=", text)
         assert not re.search(r"<script(?! src=)|\son\w+=", text)
