@@ -102,7 +102,7 @@ class BackendOptions:
     --max-running (without --max-context: one full context) does not fit the budget."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the weights; auto takes the checkpoint's."""
+    """Type of the weights; auto takes the checkpoint's. for an encoder bf16, on a CPU only where that is faster."""
 
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.

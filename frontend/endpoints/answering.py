@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.prompts import render_chat, truncated
+from penstock.frontend.endpoints.prompts import encode_prompts, fill_in_model, render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choices.answers import answer_stream, answer_whole
 from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
@@ -20,16 +21,17 @@ from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC
-from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.choices.answers import Settle
     from penstock.frontend.generation.models.served_model import ServedModel
+    from penstock.frontend.schemas.chat import ChatBody
+    from penstock.frontend.schemas.completion import CompletionBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
 
@@ -66,8 +68,10 @@ async def answer_chat(
     style: AnswerStyle,
     *,
     num_body_bytes: int,
+    before: Sequence[int] = (),
 ) -> None:
-    """Answer a chat, whichever endpoint's body it was made from. num_body_bytes is the size of that body.
+    """Answer a chat, whichever endpoint's body it was made from. num_body_bytes is the size of that body; before are
+    tokens that go before the chat's.
 
     Raises ApiError, ClientGoneError.
     """
@@ -77,7 +81,18 @@ async def answer_chat(
         prompt, rules = await chat_answer_rules(body, prompt, served)
     if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
-    await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
+    await answer_prompts(exchange, PreparedRequest(body, [[*before, *prompt]], rules), served, style)
+
+
+async def answer_completion(exchange: Exchange, body: CompletionBody, served: ServedModel, style: AnswerStyle) -> None:
+    """Answer a completion, whichever endpoint's body it was made from. Raises ApiError, ClientGoneError."""
+    refuse_if_full(exchange, body, served)
+    async with exchange.cancelled_on_disconnect():
+        prompts = await encode_prompts(body, served)
+    if body.suffix:
+        served, _ = fill_in_model(served, "suffix")
+    rules = AnswerRules(grammar=requested_grammar(body))
+    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, style)
 
 
 def refuse_if_full(exchange: Exchange, body: AnsweredBody, served: ServedModel) -> None:
@@ -101,8 +116,8 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
     prompts = [truncated(body, prompt, card) for prompt in request.prompts]
-    if style.stops_at_context and isinstance(body, ChatBody):
-        body = limited_by_context(body, len(prompts[0]), card)
+    if style.stops_at_context:
+        body = limited_by_context(body, max(map(len, prompts)), card)
     request = replace(request, body=body, prompts=prompts)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
     identity = Identity(response_id, created, answering_name(card, body.model), card.fingerprint or None)
@@ -128,7 +143,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         )
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
-        if isinstance(body, ChatBody) and body.return_progress:
+        if body.return_progress:
             usage.progress = runner.prompt_progress
         exchange.on_disconnect(runner.cancel)
         if not body.stream:

@@ -318,7 +318,8 @@ class Exchange(Abortable):
         """End an event stream that has started with an error event."""
         self.idle_action = None
         _, body = self.error_format.describe(error, self.request_id)
-        await self.send(self.error_format.event_name + b"data: " + body + b"\n\n", more=False)
+        form = self.error_format.stream
+        await self.send(self.error_format.event_name + form.head + body + form.tail, more=False)
 
     def _outlives_rest(self) -> bool:
         """Whether the connection stays open and drops the rest of the body, which is small, as it arrives."""

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "8"
+FORMAT = "9"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
