@@ -44,6 +44,11 @@ def answered(page: Page, count: int = 1) -> None:
     expect(page.locator(".stats", has_text="prompt tokens")).to_have_count(count)
 
 
+def check_axe(page: Page) -> None:
+    found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}})
+    assert found.violations_count == 0, found.generate_report()
+
+
 def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     for field, default in (("temperature", "0.7"), ("top_p", "0.9"), ("top_k", "all"), ("min_p", "0")):
         expect(page.locator(f"#fields [name={field}]")).to_have_attribute("placeholder", default)
@@ -123,9 +128,8 @@ def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
         grows(page, text)
         page.keyboard.press("Escape")
         expect(page.locator(".failure")).to_have_text("stopped")
-        load = context.request.get(f"{url}/v1/load")
-        while load.json()["running"]:
-            load = context.request.get(f"{url}/v1/load")
+        while context.request.get(f"{url}/v1/load").json()["running"]:
+            pass
     context.close()
 
 
@@ -179,6 +183,9 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     assert (body["messages"][0]["content"], body["top_k"], body["temperature"]) == ("Answer briefly.", 5, 0)
     assert body["messages"][2]["content"].strip() == third.locator(".body").last.inner_text().strip()
     answered(page, 5)
+    set_field(page, "second_system", "Be long.")
+    read = "import('/page/settings.js').then((it) => it.read('m').requests.map((each) => [each.label, each.system]))"
+    assert page.evaluate(read) == [["first system text", "Answer briefly."], ["second system text", "Be long."]]
 
 
 def test_log_probabilities_are_shades_with_alternatives(page: Page) -> None:
@@ -222,9 +229,8 @@ def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None
     expect(page.locator(".failure")).to_have_text("stopped")
     figures = re.compile(r"^stopped · first token after \d+ ms · [\d.]+ tokens/s · \d+ tokens$")
     expect(page.locator(".stats")).to_have_text(figures)
-    load = page.context.request.get(f"{served_demo}/v1/load")
-    while load.json()["running"]:
-        load = page.context.request.get(f"{served_demo}/v1/load")
+    while page.context.request.get(f"{served_demo}/v1/load").json()["running"]:
+        pass
     expect(page.locator("#send")).to_be_visible()
 
 
@@ -317,8 +323,7 @@ def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
     why.get_by_role("button", name="Repeat exactly").click()
     expect(why).to_contain_text("The same 8 tokens came again.")
     expect(why.locator(".tokens span")).to_have_count(8)
-    found = Axe().run(page)
-    assert found.violations_count == 0, found.generate_report()
+    check_axe(page)
     page.set_viewport_size({"width": 800, "height": 700})
     take_picture(page, "chat-page-why")
     why.get_by_role("link").click()
@@ -371,14 +376,14 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         page.set_viewport_size({"width": width, "height": 640})
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}})
-        assert found.violations_count == 0, found.generate_report()
+        check_axe(page)
     page.get_by_text("Settings", exact=True).click()
     page.evaluate("scrollTo(0, 0)")
     take_picture(page, "chat-page-phone")
     expect(page.locator("#conversations")).to_be_hidden()
     page.get_by_role("button", name="Chats").press("Enter")
     expect(page.locator("#conversations")).to_be_visible()
+    check_axe(page)
     page.get_by_role("button", name="New chat").first.press("Enter")
     expect(page.locator("#conversations")).to_be_hidden()
     page.keyboard.type("What is a class?")
@@ -388,9 +393,7 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         page.keyboard.press(key)
         assert name in page.evaluate("document.activeElement.closest('label, button').textContent")
     page.keyboard.press("Shift+Tab")
-    for _ in range(20):
-        if page.evaluate("document.activeElement.textContent") == "Regenerate":
-            break
+    while page.evaluate("document.activeElement.textContent") != "Regenerate":
         page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
     expect(page.locator(".branches")).to_have_text("‹ 2 of 2 ›")
