@@ -22,7 +22,7 @@ MAX_LINES = {
     "backend/sampling": 780,
     "backend/scheduling": 1_860,
     "backend/sequences": 620,
-    "backend/start": 960,
+    "backend/start": 970,
     "backend/structured_output": 2_300,
     "frontend": 1_290,
     "frontend/access": 880,
