@@ -57,12 +57,15 @@ class WorkerLimits:
 
 
 class ParserNames(Struct, frozen=True):
-    """Which parsers read the model's reasoning and tool calls, and clients' special tokens. auto chooses by the chat
-    template."""
+    """Which parsers read the model's reasoning and tool calls, clients' special tokens, and inputs of models that
+    compute vectors. auto chooses by the chat template."""
 
     tools: ToolParserName = "auto"
     reasoning: ReasoningParserName = "auto"
     special_tokens: ClientTokens = "text"
+    truncates_inputs: bool | None = None
+    """None: if sentence-transformers' files of the model do."""
+    takes_token_ids: bool = True
 
 
 class AccessSettings(Struct, frozen=True):

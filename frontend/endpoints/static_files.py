@@ -29,13 +29,8 @@ _MANUAL_POLICY = (
     b"connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The generator of the manual writes scripts into its pages."""
-_CONTENT_TYPES = {
-    "html": HTML,
-    "css": CSS,
-    "js": SCRIPT,
-    "svg": "image/svg+xml",
-    "webmanifest": "application/manifest+json",
-}
+_MANIFEST = "application/manifest+json"
+_CONTENT_TYPES = {"html": HTML, "css": CSS, "js": SCRIPT, "svg": "image/svg+xml", "webmanifest": _MANIFEST}
 _MANUAL_TYPES = _CONTENT_TYPES | {"json": "application/json", "png": "image/png"}
 
 

@@ -123,13 +123,23 @@ class PooledBackend(FakeBackend):
         return normalized(vector) if request.normalize else vector
 
 
-def encoder(backend: PooledBackend, pooling: PoolingFiles = PoolingFiles()) -> ModelKeeper:  # noqa: B008 - frozen
-    """Return the keeper of an encoder."""
+def encoder(
+    backend: PooledBackend,
+    pooling: PoolingFiles = PoolingFiles(),  # noqa: B008 - frozen
+    **settings: Any,
+) -> ModelKeeper:
+    """Return the keeper of an encoder. settings are those of ServedModel."""
     assert backend.model is not None
     client: Any = backend
     return model_keeper(
         backend,
-        ServedModel(backend.model, ModelTokenizer(GuardedTokenizer(ENCODER_TOKENIZER), None), client, pooling=pooling),
+        ServedModel(
+            backend.model,
+            ModelTokenizer(GuardedTokenizer(ENCODER_TOKENIZER), None),
+            client,
+            pooling=pooling,
+            **settings,
+        ),
     )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
+SERVE = ("serve", "penstock-demo", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
 CHROMIUM = find_program("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 _TIMEOUT_MS = 60_000

@@ -6,11 +6,12 @@ const NEAR_PX = 60;
 let isFollowing = true;
 let lastY = 0;
 
-const isAtEnd = () => scrollY + innerHeight >= document.documentElement.scrollHeight - NEAR_PX;
+const isNear = (px) => scrollY + innerHeight >= document.documentElement.scrollHeight - px;
+const isAtEnd = () => isNear(NEAR_PX);
 
 function setFollowing(value) {
   isFollowing = value;
-  at("to-end").hidden = value || isAtEnd();
+  at("to-end").hidden = value || isNear(innerHeight / 3);
 }
 
 export function followEnd() {

@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.routes import EndpointDoc, Route
     from penstock.frontend.transport.exchange import Exchange
 
-_QUESTION = "What does os.path.join do?"
-_TEXTS = ["Joins parts of a path.", "Returns the time."]
+_QUESTION = "What is the capital of Japan?"
+_TEXTS = ["Tokyo is the capital of Japan.", "Rice is a grain."]
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _TOKENS = [1, 2, 3]
 
 BODY_EXAMPLES: dict[type[Struct], dict[str, Any]] = {
     ChatBody: {"messages": _MESSAGES, "max_completion_tokens": 60, "temperature": 0.7},
-    CompletionBody: {"prompt": "def join(path, *paths):", "max_tokens": 60, "temperature": 0.7},
+    CompletionBody: {"prompt": "The capital of Japan is", "max_tokens": 60, "temperature": 0.7},
     MessagesBody: {"messages": _MESSAGES, "max_tokens": 60},
     CountTokensBody: {"messages": _MESSAGES},
     ResponsesBody: {"input": _QUESTION, "max_output_tokens": 60},

@@ -42,6 +42,8 @@ class Computed(Generic[Taken]):
     num_tokens: int
     times: PooledTimes
     received_s: float
+    num_truncated: int = 0
+    """Inputs that were cut."""
 
     def usage(self) -> dict[str, int]:
         """Return OpenAI's usage."""
@@ -57,7 +59,8 @@ class Computed(Generic[Taken]):
         }
         timing = ", ".join(f"{name};dur={round(1000 * duration_s, 3)}" for name, duration_s in spent_s.items())
         coalesced = b"joined" if self.times.num_coalesced else b"none"
-        return ((b"x-penstock-coalesced", coalesced), (b"server-timing", timing.encode()))
+        headers = ((b"x-penstock-coalesced", coalesced), (b"server-timing", timing.encode()))
+        return (*headers, (b"x-penstock-truncated", b"%d" % self.num_truncated)) if self.num_truncated else headers
 
 
 async def compute(
@@ -101,14 +104,19 @@ async def compute(
     finally:
         log_entry.queue_s = run.times.queue_s
         exchange.at_end.append(partial(log_entry.observe, served.backend.board, time.monotonic()))
-    return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s)
+    num_truncated = sum(len(each.token_ids) < each.num_whole_tokens for each in encoded)
+    return Computed(
+        results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s, num_truncated
+    )
 
 
-def vllm_truncation(body: TruncatedBody, card: ModelCard, max_second_tokens: int | None = None) -> Truncation:
+def vllm_truncation(body: TruncatedBody, served: ServedModel, max_second_tokens: int | None = None) -> Truncation:
     """Read vLLM's fields. Raises ApiError."""
-    requested, limit = body.truncate_prompt_tokens, card.max_context_tokens
+    requested, limit = body.truncate_prompt_tokens, served.card.max_context_tokens
     if requested is not None and requested > limit:
         invalid("truncate_prompt_tokens", f"{requested}, but the limit of this model is {limit} tokens")
+    if requested is None and served.truncates_inputs:
+        requested = -1
     kept = limit if requested == -1 else requested
     return Truncation(kept, body.truncation_side or "right", max_second_tokens)
 

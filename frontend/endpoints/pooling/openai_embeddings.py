@@ -32,7 +32,7 @@ async def create_embeddings(exchange: Exchange, context: EndpointContext) -> Non
     write = base64_vector if body.encoding_format == "base64" else json_vector
     rules = InputRules(
         names_of("input", is_list=has_several(body.input)),
-        vllm_truncation(body, served.card),
+        vllm_truncation(body, served),
         add_special_tokens=body.add_special_tokens is not False,
         prompt=prompt_text(served.pooling, body.prompt_name),
         how_to_truncate=HOW_TO_TRUNCATE,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.pooling.computing import Computed
     from penstock.frontend.generation.models.served_model import ServedModel
     from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.messages import ModelCard
 
 
 async def rerank(exchange: Exchange, context: EndpointContext) -> None:
@@ -49,7 +48,7 @@ async def rerank_either(exchange: Exchange, context: EndpointContext) -> None:
 async def _answer(exchange: Exchange, body: RerankBody, served: ServedModel) -> None:
     rules = InputRules(
         names_of("documents", is_list=True),
-        _truncation(body, served.card),
+        _truncation(body, served),
         how_to_truncate="truncate true truncates it",
     )
     texts = body.texts()
@@ -70,10 +69,10 @@ async def _answer(exchange: Exchange, body: RerankBody, served: ServedModel) -> 
     await exchange.respond(200, answer, computed.headers())
 
 
-def _truncation(body: RerankBody, card: ModelCard) -> Truncation:
-    truncation = vllm_truncation(body, card, body.max_tokens_per_doc)
+def _truncation(body: RerankBody, served: ServedModel) -> Truncation:
+    truncation = vllm_truncation(body, served, body.max_tokens_per_doc)
     if body.truncate and truncation.max_tokens is None:
-        return Truncation(card.max_context_tokens, truncation.side, truncation.max_second_tokens)
+        return Truncation(served.card.max_context_tokens, truncation.side, truncation.max_second_tokens)
     return truncation
 
 

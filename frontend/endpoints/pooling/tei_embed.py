@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
     from penstock.shm.client import PooledResult
-    from penstock.shm.messages import ModelCard
 
 
-def tei_truncation(body: TeiBody, card: ModelCard) -> Truncation:
-    return Truncation(card.max_context_tokens if body.truncate else None, body.side)
+def tei_truncation(body: TeiBody, served: ServedModel) -> Truncation:
+    truncates = served.truncates_inputs if body.truncate is None else body.truncate
+    return Truncation(served.card.max_context_tokens if truncates else None, body.side)
 
 
 def tei_headers(computed: Computed[Any], num_characters: int) -> Headers:
@@ -106,7 +106,7 @@ async def similarity(exchange: Exchange, context: EndpointContext) -> None:
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     rules = InputRules(
         lambda index: f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence",
-        tei_truncation(body, served.card),
+        tei_truncation(body, served),
         prompt=prompt_text(served.pooling, body.prompt_name),
         how_to_truncate="truncate true truncates it",
     )
@@ -136,7 +136,7 @@ async def _answer(
 ) -> None:
     rules = InputRules(
         names_of("inputs", is_list=has_several(body.inputs)),
-        tei_truncation(body, served.card),
+        tei_truncation(body, served),
         prompt=prompt_text(served.pooling, body.prompt_name),
         how_to_truncate="truncate true truncates it",
     )

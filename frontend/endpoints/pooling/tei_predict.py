@@ -76,6 +76,6 @@ async def answer_rerank(exchange: Exchange, body: TeiRerankBody, served: ServedM
 def _rules(body: TeiBody, served: ServedModel, field: str, *, is_list: bool) -> InputRules:
     return InputRules(
         names_of(field, is_list=is_list),
-        tei_truncation(body, served.card),
+        tei_truncation(body, served),
         how_to_truncate="truncate true truncates it",
     )

@@ -117,7 +117,7 @@ def _writer(body: PoolingBody, kind: PooledKind, served: ServedModel) -> Callabl
 def _rules(body: ClassifyBody, served: ServedModel) -> InputRules:
     return InputRules(
         names_of("input", is_list=has_several(body.input)),
-        vllm_truncation(body, served.card),
+        vllm_truncation(body, served),
         add_special_tokens=body.add_special_tokens is not False,
         how_to_truncate=HOW_TO_TRUNCATE,
     )
@@ -125,9 +125,7 @@ def _rules(body: ClassifyBody, served: ServedModel) -> InputRules:
 
 async def _by_pair(exchange: Exchange, body: ScoreBody, served: ServedModel) -> Computed[float]:
     field, pairs = body.second_field(), body.pairs()
-    rules = InputRules(
-        names_of(field, is_list=True), vllm_truncation(body, served.card), how_to_truncate=HOW_TO_TRUNCATE
-    )
+    rules = InputRules(names_of(field, is_list=True), vllm_truncation(body, served), how_to_truncate=HOW_TO_TRUNCATE)
     return await compute(
         exchange,
         body,
@@ -146,7 +144,7 @@ async def _by_angle(exchange: Exchange, body: ScoreBody, served: ServedModel) ->
     pairs = body.pairs()
     rules = InputRules(
         lambda index: f"{field}[{index // 2}]",
-        vllm_truncation(body, served.card),
+        vllm_truncation(body, served),
         prompt=prompt_text(served.pooling, None),
         how_to_truncate=HOW_TO_TRUNCATE,
     )

@@ -53,6 +53,10 @@ class ServedModel:
     """End tokens that the chat template shows and the model's files do not name."""
     reads_special_tokens: bool = False
     """Whether special tokens that a client spells in a chat are these tokens."""
+    truncates_inputs: bool = False
+    """Whether inputs that are too long are cut where a request does not say."""
+    takes_token_ids: bool = True
+    """Whether inputs may be token ids."""
 
     @property
     def spellings(self) -> Spellings:
@@ -149,7 +153,11 @@ class ModelKeeper:
         syntax = model_syntax_of(tokenizer, self._parsers)
         ends = find_unnamed_ends(card.eos_token_ids, tokenizer) if card.generates else ()
         reads_special = self._parsers.special_tokens == "tokens"
-        return ServedModel(card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends, reads_special)
+        truncates, takes_ids = self._parsers.truncates_inputs, self._parsers.takes_token_ids
+        truncates = pooling.has_length if truncates is None else truncates
+        return ServedModel(
+            card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends, reads_special, truncates, takes_ids
+        )
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()

@@ -60,7 +60,9 @@ async def encode_inputs(items: Sequence[Item], rules: InputRules, served: Served
     """Return the tokens of each item. Raises ApiError for an item that is too long or has an unknown token."""
     texts = _Pieces()
     for index, item in enumerate(items):
-        if not isinstance(item, list):
+        if isinstance(item, list):
+            _check_may_be_ids(index, rules, served)
+        else:
             _check_least(index, item, rules, served)
             texts.add(rules.prompt + item if isinstance(item, str) else item)
     encoded: list[EncodedInput] = []
@@ -142,6 +144,15 @@ def _truncated(token_ids: list[int], rules: InputRules) -> EncodedInput:
     if limit is not None and len(token_ids) > limit:
         kept = token_ids[:limit] if rules.truncation.side == "right" else token_ids[-limit:]
     return EncodedInput(kept, 0, len(token_ids))
+
+
+def _check_may_be_ids(index: int, rules: InputRules, served: ServedModel) -> None:
+    if not served.takes_token_ids:
+        invalid(
+            rules.name(index),
+            "token ids are not taken, because clients send those of another tokenizer: send texts (LangChain's "
+            "OpenAIEmbeddings: check_embedding_ctx_length=False), or start the server with --allow-token-ids",
+        )
 
 
 def _check_ids(index: int, token_ids: list[int], rules: InputRules, served: ServedModel) -> None:

@@ -51,6 +51,16 @@ def test_scores_are_those_of_transformers_pipeline(tmp_path: Path, num_labels: i
     assert {files.label(index): score for index, score in enumerate(scores)} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("content", "expected"), [({"max_seq_length": 256}, True), ({}, False), (None, False)])
+def test_length_of_sentence_transformers_is_noticed(
+    tmp_path: Path, content: dict[str, int] | None, expected: bool
+) -> None:
+    write(tmp_path, config={})
+    if content is not None:
+        (tmp_path / "sentence_bert_config.json").write_text(json.dumps(content))
+    assert PoolingFiles.load(tmp_path).has_length is expected
+
+
 @pytest.mark.parametrize("where", ["sentence_transformers", "older"])
 def test_sentence_transformers_activation_goes_first(tmp_path: Path, where: str) -> None:
     name = "torch.nn.modules.linear.Identity"

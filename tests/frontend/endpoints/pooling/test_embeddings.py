@@ -87,6 +87,35 @@ async def test_an_input_is_truncated_only_on_request(connection: ClientConnectio
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "otherwise"),
+    [
+        (PATH, "input", {}),
+        ("/embed", "inputs", {"truncate": False}),
+    ],
+)
+async def test_server_that_truncates_says_how_many_inputs_it_has_cut(
+    path: str, field: str, otherwise: dict[str, bool], embedder: PooledBackend
+) -> None:
+    connection = ClientConnection(make_app(embedder, models=ServedModels(encoder(embedder, truncates_inputs=True))))
+    answer = await connection.post(path, {field: ["x", "y" * 200]})
+    assert (answer.status, answer.headers["x-penstock-truncated"]) == (200, "1")
+    assert "x-penstock-truncated" not in (await connection.post(path, {field: "x"})).headers
+    if otherwise:
+        assert (await connection.post(path, {field: "y" * 200, **otherwise})).status == 413
+
+
+async def test_token_ids_of_other_tokenizers_are_refused_with_the_remedy(embedder: PooledBackend) -> None:
+    connection = ClientConnection(make_app(embedder, models=ServedModels(encoder(embedder, takes_token_ids=False))))
+    refused = await connection.post(PATH, {"input": [[9906, 11, 856], [1]]})
+    assert (refused.status, refused.error["param"]) == (400, "input[0]")
+    assert (
+        "OpenAIEmbeddings: check_embedding_ctx_length=False), or start the server with --allow-token-ids"
+        in (refused.error["message"])
+    )
+    assert (await connection.post(PATH, {"input": ["x"]})).status == 200
+
+
+@pytest.mark.parametrize(
     ("changes", "param", "message"),
     [
         ({"input": ""}, "input", "an empty text"),
