@@ -6,10 +6,11 @@ And which tokens spell a text within a longer one.
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class BreakerSearch:
         """tokens by id. encode adds no special tokens."""
         self._encode = encode
         self._text = _BETWEEN.join([b"", *tokens, b""])
-        self._starts = np.cumsum([1, *(len(token) + 1 for token in tokens)])
+        self._starts = list(accumulate((len(token) + 1 for token in tokens), initial=1))
 
     def find(self, texts: Sequence[str]) -> bytes:
         """Return int32 ids, each run followed by -1.
@@ -95,7 +96,7 @@ class BreakerSearch:
             for end, tail in enumerate(tails, 1):
                 heads = self._containing(text[:end].encode() + _BETWEEN) - whole
                 flat += [each for token in sorted(heads) for each in (token, *tail[:_MAX_TAIL_TOKENS], -1)]
-        return np.array(flat, np.int32).tobytes()
+        return array("i", flat).tobytes()
 
     def _containing(self, piece: bytes) -> set[int]:
         """The tokens in which the piece begins."""
@@ -103,4 +104,4 @@ class BreakerSearch:
         while place >= 0:
             places.append(place)
             place = self._text.find(piece, place + 1)
-        return set((np.searchsorted(self._starts, places, side="right") - 1).tolist())
+        return {bisect_right(self._starts, place) - 1 for place in places}

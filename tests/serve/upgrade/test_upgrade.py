@@ -42,7 +42,7 @@ def command_line(serve: Serve) -> str:
 
 def test_file_descriptors_are_for_the_server_alone_to_set() -> None:
     names = [field.name.replace("_", "-") for field in fields(BackendOptions) if field.name.endswith(("_fd", "_fds"))]
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         with pytest.raises(BadOptions, match=f"--{name} cannot be changed: the server sets it"):
             changed(BackendOptions(), [f"--{name}", "0"])
