@@ -22,7 +22,7 @@ async def pull(exchange: Exchange, context: EndpointContext) -> None:
     body = await context.receive_command(exchange, decode_ollama_model)
     name = known_name(context.models, body.model)
     if not _is_served(context, name):
-        message = f"model: {shorten(name)} is not served; models are downloaded when the server starts: penstock serve"
+        message = f"model: {shorten(name)} is not served; penstock pull and penstock serve bring models, on the server"
         raise ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
     form, answer = exchange.error_format.stream, b'{"status":"success"}'
     if body.stream is False:
