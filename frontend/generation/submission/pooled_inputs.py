@@ -53,11 +53,11 @@ class _Pieces:
     """Texts in pieces of bounded size."""
 
     pieces: list[list[str | tuple[str, str]]] = field(default_factory=list)
-    num_characters: int = _PIECE_CHARACTERS
+    num_characters: int = 0
 
     def add(self, item: str | tuple[str, str]) -> None:
         length = len(item) if isinstance(item, str) else len(item[0]) + len(item[1])
-        if self.num_characters + length > _PIECE_CHARACTERS:
+        if not self.pieces or self.num_characters + length > _PIECE_CHARACTERS:
             self.pieces.append([])
             self.num_characters = 0
         self.pieces[-1].append(item)

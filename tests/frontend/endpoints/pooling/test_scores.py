@@ -112,6 +112,13 @@ async def test_an_embedding_model_scores_by_angle(connection: ClientConnection) 
     assert prompted.json()[0] == pytest.approx(float(vector("query: a") @ vector("query: b")))
 
 
+async def test_two_empty_texts_have_a_score(reranker: PooledBackend) -> None:
+    connection = ClientConnection(make_app(reranker, models=ServedModels(encoder(reranker))))
+    answer = await connection.post("/score", {"text_1": "", "text_2": ""})
+    (item,) = answer.json()["data"]
+    assert item["score"] == pytest.approx(sigmoid(*vector_of("classify", pair("", ""), 1)))
+
+
 async def test_classes_have_labels_and_sum_to_one(classifying: ClientConnection) -> None:
     logits = vector_of("classify", [START, *token_ids("x"), END], 3)
     probs = torch.tensor(logits, dtype=torch.float64).softmax(0).tolist()
