@@ -58,6 +58,7 @@ def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
         scores_prompts=True,
         embedding_size=EMBEDDING_SIZE,
         adapter_ranks=(1,) * num_adapters,
+        verifies_drafts=True,
     )
 
 

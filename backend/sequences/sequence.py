@@ -11,6 +11,7 @@ from penstock.backend.sequences.tenant_account import NOBODY, Group
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import SamplingParams
+    from penstock.backend.sequences.prompt_lookup import Guesser
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.constraints import SequenceConstraints
     from penstock.shm.buffers.buffer_export import Loan
@@ -124,6 +125,7 @@ class Sequence:
         "generation",
         "goes_first",
         "group",
+        "guesser",
         "kv",
         "max_total_tokens",
         "needs_slot_init",
@@ -237,6 +239,8 @@ class Sequence:
         """Tokens whose KV is computed by the steps launched so far."""
         self.num_given_tokens = len(self.tokens)
         """Tokens known at admission, or at the last rewind."""
+        self.guesser: Guesser | None = None
+        """Guesses its next tokens, once it decodes."""
         self.generation = 0
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1

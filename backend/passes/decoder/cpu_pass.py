@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -87,9 +88,8 @@ class CpuDecoderPass(HostSampling):
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
             self._model.adapt(ops.adapters, adapters)
-        self._spec = make_spec(
-            config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters
-        )
+        spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
+        self._spec = replace(spec, verifies_drafts=isinstance(ops, NativeOps))
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:

@@ -1,0 +1,83 @@
+"""Chooses drafts: guesses of a step's next tokens that the same step verifies."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.sequences.sequence import Sequence
+
+_MAX_ROWS = 16
+"""With more, each step is full: another token costs as much as it may bring."""
+_MAX_DRAFTS = 48
+"""Drafts of a step."""
+_GAP_S = 0.0003
+"""Time between a step with drafts and the next, which cannot be planned ahead."""
+
+
+class Drafting:
+    """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
+
+    def __init__(self, step_s: Callable[[int], float | None]) -> None:
+        """step_s: the duration of a step of so many tokens; None if it is not known yet."""
+        self._step_s = step_s
+
+    def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Return drafts of sequences that decode in the next step, for the tokens after their num_computed."""
+        if len(decodes) > _MAX_ROWS:
+            return {}
+        guesses: dict[Sequence, list[int]] = {}
+        chances: list[tuple[float, Sequence]] = []
+        for sequence in decodes:
+            if may_have_drafts(sequence):
+                guess = self._guess(sequence)
+                if guess:
+                    guesses[sequence] = [token for token, _ in guess]
+                    chances += [(chance, sequence) for _, chance in guess]
+        if not chances:
+            return {}
+        chances.sort(key=_chance, reverse=True)
+        drafts: dict[Sequence, list[int]] = {}
+        for _, sequence in chances[: self._best_count(len(decodes), [chance for chance, _ in chances[:_MAX_DRAFTS]])]:
+            chosen = drafts.setdefault(sequence, [])
+            chosen.append(guesses[sequence][len(chosen)])
+        return drafts
+
+    def _guess(self, sequence: Sequence) -> list[tuple[int, float]]:
+        """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""
+        if sequence.guesser is None:
+            sequence.guesser = Guesser(sequence.max_total_tokens)
+        guess = sequence.guesser.guess(sequence.tokens)
+        num_coming = sequence.num_computed - len(sequence.tokens)
+        # The very last token is never computed.
+        end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
+        chances = sequence.guesser.chances(len(guess)) if guess else []
+        return list(zip(guess, chances, strict=True))[num_coming:end]
+
+    def _best_count(self, num_rows: int, chances: list[float]) -> int:
+        """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""
+        alone_s, all_s = self._step_s(num_rows), self._step_s(num_rows + len(chances))
+        if alone_s is None or all_s is None:
+            return 0
+        draft_s = max(0.0, all_s - alone_s) / len(chances)
+        best, best_rate = 0, num_rows / alone_s
+        num_tokens, seconds = float(num_rows), alone_s + _GAP_S
+        for count, chance in enumerate(chances, start=1):
+            num_tokens += chance
+            seconds += draft_s
+            if num_tokens / seconds > best_rate:
+                best, best_rate = count, num_tokens / seconds
+        return best
+
+
+def may_have_drafts(sequence: Sequence) -> bool:
+    """Log probabilities, and logits for clients, are those of one token a row."""
+    return sequence.sampling.num_logprobs < 0 and sequence.output is None and sequence.embeddings is None
+
+
+def _chance(entry: tuple[float, Sequence]) -> float:
+    return entry[0]
