@@ -24,6 +24,7 @@ from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.forward_pass.extensions import ISharedWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
@@ -171,19 +172,22 @@ def serve(options: BackendOptions) -> None:
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events = create_kv_events(options, settings, plan)
-    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store)
+    step_timing = StepTiming()
+    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     requests = RequestHandling.make(
         link, scheduler, board, _engine_limits(options, card, spec),
         grammar_queue=grammar_queue, restart_grace=_restart_grace(options), vector_cache=cache, recorder=recorder,
+        step_timing=step_timing,
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
-    _tune_interpreter()
+    resume_collection()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _log_ready(options, settings, card, time.monotonic() - started_s)
     if manager is not None:
         manager.ready()
@@ -235,11 +239,6 @@ def _check_all_memory(
         check_room_beside(plan, memory, options.kv_budget, settings.device)
     check_memory(plan, memory, settings.device)
     check_host_memory(settings.host_kv_bytes, host_memory())
-
-
-def _tune_interpreter() -> None:
-    resume_collection()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _load_pass(

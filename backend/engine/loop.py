@@ -208,6 +208,8 @@ class Engine:
         num_tokens = plan.num_tokens
         board.steps += 1
         board.computed_tokens += num_tokens
+        board.drafted_tokens += num_tokens - sum(plan.lengths)
+        board.accepted_tokens += sum(map(len, result.accepted.values()))
         board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
         if self._recorder is not None:
             self._recorder.note_result(result)

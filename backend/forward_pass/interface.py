@@ -69,8 +69,8 @@ class PassSpec:
     adapter_ranks: tuple[int, ...] = ()
     """The rank of each of PassOptions.adapters, which weight_bytes includes. Empty if the pass applies none."""
     verifies_drafts: bool = False
-    """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as alone.
-    Never with state_bytes_per_sequence, because a state does not go back."""
+    """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
+    alone. Never with state_bytes_per_sequence, because a state does not go back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class IBatchedForwardPass(Protocol):
         """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
         For `HostSampling` they are those of batch.logit_tokens, [L + D + S, vocab_size]. Copy batch.page_copies first,
-        then write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or in
-        `sample`, when no later step can succeed either.
+        then write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or
+        in `sample`, when no later step can succeed either.
         """
         ...
 

@@ -270,6 +270,33 @@ def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRu
     assert len(drawn) == 1
 
 
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_drafts_give_the_tokens_of_steps_without_them(runner: StepRunner, *, is_greedy: bool) -> None:
+    """Of each step's drafts another number is right. Penalties count the accepted ones, and no others."""
+    if not runner.forward_pass.spec.verifies_drafts:
+        pytest.skip("this pass verifies no drafts")
+    sampling = GREEDY if is_greedy else SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.6)
+    prompt, num_tokens = runner.random_prompt(11), 14
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    expected = [runner.prefill(prompt, shuffled[:20], 1, sampling=sampling)[1]]
+    while len(expected) < num_tokens:
+        row = StepRow([FROM_SLOT], len(prompt) + len(expected) - 1, shuffled[:20], 1)
+        expected.append(int(runner.step([row])[1][0]))
+    found = [runner.prefill(prompt, shuffled[20:40], 4, sampling=sampling)[1]]
+    vocab_size = runner.forward_pass.spec.vocab_size
+    other, its_pages = runner.random_prompt(9), shuffled[40:60]
+    runner.prefill(other, its_pages, 9)
+    for num_right, num_wrong in ((0, 2), (3, 0), (1, 3), (5, 1)):
+        right = expected[len(found) : len(found) + num_right]
+        drafts = right + [(expected[len(found) + num_right] + n) % vocab_size for n in range(1, 1 + num_wrong)]
+        position = len(prompt) + len(found) - 1
+        mine = StepRow([FROM_SLOT, *drafts], position, shuffled[20:40], 4, num_drafts=len(drafts))
+        _, tokens = runner.step([mine, StepRow([5], len(other), its_pages, 9)])
+        assert runner.num_accepted == (0, num_right)
+        found += [*right, int(tokens[0])]
+    assert found == expected[: len(found)]
+
+
 def test_prompt_of_embeddings_depends_neither_on_chunks_nor_on_other_rows(runner: StepRunner) -> None:
     if not (embedding_size := runner.forward_pass.spec.embedding_size):
         pytest.skip("this pass takes no embeddings")
