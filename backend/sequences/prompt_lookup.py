@@ -15,7 +15,7 @@ _MAX_BITS = 16
 _FEW_TOKENS = 16
 """More are indexed with numpy."""
 MAX_GUESSED = 16
-"""Tokens that one guess has."""
+"""Tokens of a guess that can be drafted in one step."""
 _WEIGHT = 0.15
 """Of a new token among those that say how often guesses were right."""
 
@@ -73,35 +73,31 @@ class Guesser:
     guesses were wrong is drafted again when they become right.
     """
 
-    __slots__ = ("_first", "_guess", "_lookup", "_num_right", "_rates")
+    __slots__ = ("_first", "_lookup", "_num_right", "_rates", "_source")
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: the most that the sequence will have."""
         self._lookup = PromptLookup(num_tokens)
-        self._guess: list[int] = []
+        self._source = 0
+        """Index in the text from which the guess is taken; 0 if there is no guess."""
         self._first = 0
         """Index of the guess's first token."""
         self._num_right = 0
-        """Tokens of the guess that came true."""
+        """First tokens of the guess that came true."""
         self._rates = [0.5, 0.5]
         """How often the first token of a guess comes true, and how often one that follows a right one."""
 
     def guess(self, tokens: array[int]) -> list[int]:
-        """The tokens that may follow; none if nothing like the end of the text occurred before. tokens only grow."""
-        rates, guess = self._rates, self._guess
-        num_known = len(tokens) - self._first
-        while self._num_right < min(num_known, len(guess)):
-            is_right = guess[self._num_right] == tokens[self._first + self._num_right]
+        """MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow."""
+        is_right = self._source > 0
+        while is_right and self._first + self._num_right < len(tokens):
+            is_right = tokens[self._source + self._num_right] == tokens[self._first + self._num_right]
             follows = self._num_right > 0
-            rates[follows] += _WEIGHT * (is_right - rates[follows])
-            if not is_right:
-                break
-            self._num_right += 1
-        if self._num_right < num_known or self._num_right == len(guess):
-            self._first, self._num_right = len(tokens), 0
-            place = self._lookup.find(tokens)
-            self._guess = continue_from(tokens, place, MAX_GUESSED) if place else []
-        return self._guess[self._num_right :]
+            self._rates[follows] += _WEIGHT * (is_right - self._rates[follows])
+            self._num_right += is_right
+        if not is_right:
+            self._source, self._first, self._num_right = self._lookup.find(tokens), len(tokens), 0
+        return _continue_from(tokens, self._source + self._num_right) if self._source else []
 
     def chances(self, num_tokens: int) -> list[float]:
         """The probability of each of the guess's next num_tokens tokens, together with those before it."""
@@ -113,9 +109,9 @@ class Guesser:
         return chances
 
 
-def continue_from(tokens: array[int], index: int, count: int) -> list[int]:
-    """The count tokens from index on. A text that ends before them goes on from index again."""
-    found = tokens[index : index + count].tolist()
-    while len(found) < count:
-        found += found[: count - len(found)]
+def _continue_from(tokens: array[int], index: int) -> list[int]:
+    """MAX_GUESSED tokens from index on. A text that ends before them goes on from index again."""
+    found = tokens[index : index + MAX_GUESSED].tolist()
+    while len(found) < MAX_GUESSED:
+        found += found[: MAX_GUESSED - len(found)]
     return found
