@@ -15,6 +15,11 @@ _MAX_ROWS = 16
 """With more, each step is full: another token costs as much as it may bring."""
 _MAX_DRAFTS = 48
 """Drafts of a step."""
+_MIN_CHANCE = 0.1
+"""Drafts that are less likely are not looked at."""
+_PLANS_PER_TRIAL = 32
+"""Of plans whose likely drafts seem to cost too much, one in so many has some: an old measurement is renewed."""
+_TRIED_CHANCE, _MAX_TRIED = 0.6, 8
 _GAP_S = 0.0003
 """Time between a step with drafts and the next, which cannot be planned ahead."""
 
@@ -25,6 +30,8 @@ class Drafting:
     def __init__(self, step_s: Callable[[int], float | None]) -> None:
         """step_s: the duration of a step of so many tokens; None if it is not known yet."""
         self._step_s = step_s
+        self._num_refused = 0
+        """Plans without drafts of which one was likely."""
 
     def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
         """Return drafts of sequences that decode in the next step, for the tokens after their num_computed."""
@@ -37,7 +44,7 @@ class Drafting:
                 guess = self._guess(sequence)
                 if guess:
                     guesses[sequence] = [token for token, _ in guess]
-                    chances += [(chance, sequence) for _, chance in guess]
+                    chances += [(chance, sequence) for _, chance in guess if chance >= _MIN_CHANCE]
         if not chances:
             return {}
         chances.sort(key=_chance, reverse=True)
@@ -71,7 +78,12 @@ class Drafting:
             seconds += draft_s
             if num_tokens / seconds > best_rate:
                 best, best_rate = count, num_tokens / seconds
-        return best
+        return best or self._num_tried(chances)
+
+    def _num_tried(self, chances: list[float]) -> int:
+        num_likely = sum(chance >= _TRIED_CHANCE for chance in chances)
+        self._num_refused += num_likely > 0
+        return min(num_likely, _MAX_TRIED) if self._num_refused % _PLANS_PER_TRIAL == 0 else 0
 
 
 def may_have_drafts(sequence: Sequence) -> bool:

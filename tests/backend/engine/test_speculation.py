@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass import PassOptions, StepBatch
 from penstock.backend.passes.decoder import cpu_pass
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser, PromptLookup
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Constraints, Finish, Sampling
-from tests.backend.harness import Bench, Received
+from tests.backend.harness import Bench, Received, expected_tokens
+from tests.backend.recorded import Recorded
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.lora import make_adapter
 from tests.temporary import make_shared_directory
@@ -99,12 +102,8 @@ def _facts(received: Received) -> tuple[list[int], list[Finish], list[float]]:
 
 def test_tokens_after_a_stop_among_the_drafts_are_dropped() -> None:
     """An equal request, which comes after the device saw the stop, is computed anew."""
-    bench = Bench()
-    bench.submit([3, 5], 12)
-    bench.run_dry()
-    expected = bench.received().token_ids
+    expected = expected_tokens([3, 5], 12, 97)
     assert len(set(expected[:6])) == 6
-    bench.close()
     bench = Bench(drafting=Foretold({0: expected, 1: expected}, error_rate=0.0))
     bench.submit([3, 5], 12, stop_ids=(expected[3],), may_share=True)
     while not any(batch.drafts is not None for batch in bench.executor.batches):
@@ -118,6 +117,18 @@ def test_tokens_after_a_stop_among_the_drafts_are_dropped() -> None:
     assert bench.received(1).token_ids == expected
     assert bench.pool.num_held == 0
     bench.close()
+
+
+def test_recording_has_the_rows_and_all_tokens_of_steps_with_drafts() -> None:
+    answer = expected_tokens([3, 5], 30, 97)
+    recorded = Recorded(with_tokens=True, drafting=Foretold({0: answer}))
+    recorded.bench.submit([3, 5], 30)
+    recorded.bench.run_dry()
+    life = recorded.life()
+    assert [life.steps[number].rows for number in sorted(life.steps)] == recorded.plans
+    assert [token for step in life.steps.values() for tokens in step.token_ids.values() for token in tokens] == answer
+    assert recorded.bench.board.accepted_tokens > 5
+    recorded.close()
 
 
 def test_guess_is_what_followed_the_last_three_tokens_before() -> None:
@@ -149,12 +160,22 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_s", "fixed_s", "is_worth_it"), [(0.001, 0.0, False), (0.0005, 0.004, True), (0.0, 0.0001, False)]
+    ("token_s", "fixed_s", "is_worth_it"), [(0.001, 0.0, False), (0.0005, 0.004, True), (0.0, 0.00001, False)]
 )
 def test_drafts_are_made_where_they_cost_little(token_s: float, fixed_s: float, *, is_worth_it: bool) -> None:
-    """A step that is as long as the gap behind it leaves nothing to gain."""
-    bench = Bench(drafting=Drafting(lambda num_tokens: fixed_s + token_s * num_tokens), vocab_size=4)
-    bench.submit([1, 2, 3] * 6, 200)
+    """A step that is as long as the gap behind it leaves nothing to gain. Few are tried nevertheless."""
+    bench = Bench(drafting=Drafting(lambda num_tokens: fixed_s + token_s * num_tokens), vocab_size=4, max_context=600)
+    bench.forward_pass.forward = lambda batch: _next_of_three(bench.forward_pass, batch)
+    bench.submit([1, 2, 3] * 6, 500)
     bench.run_dry()
-    assert (bench.board.drafted_tokens > 0) == is_worth_it
+    num_drafted = sum(batch.drafts is not None for batch in bench.executor.batches)
+    assert num_drafted > 0
+    assert (num_drafted > 0.5 * len(bench.executor.batches)) == is_worth_it
+    assert is_worth_it or num_drafted < 0.05 * len(bench.executor.batches)
     bench.close()
+
+
+def _next_of_three(forward_pass: FakePass, batch: StepBatch) -> NDArray[np.float32]:
+    """Logits of a pass that counts 1, 2, 3, 1, …"""
+    tokens = forward_pass.begin_step(batch)[batch.logit_tokens]
+    return np.eye(4, dtype=np.float32)[tokens % 3 + 1]
