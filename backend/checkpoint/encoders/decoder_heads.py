@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS
 from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD, TensorSpec
 from penstock.backend.checkpoint.config_json import parse_decoder_config
@@ -20,6 +21,7 @@ from penstock.backend.checkpoint.encoders.sentence_transformers import read_max_
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE, TOKENIZER_FILE
+from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_weight import find_weight
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
@@ -27,13 +29,16 @@ from penstock.backend.errors import StartupError
 from penstock.process.native_libraries import LibraryError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
+
 TASKS = ("auto", "generate", "embed", "rerank", "classify")
-ANSWERS = ("yes", "no")
-"""The words whose logits a reranker without a head of its own compares (arXiv 2506.05176)."""
+SCORES = "score.weight"
+_BLOCK_VALUES = 1 << 22
 _SUFFIXES = ("Model", "ForSequenceClassification", "ForCausalLM")
 
 
@@ -85,19 +90,32 @@ def read_head(model_dir: Path, pooled: PooledDecoder) -> Tensor | None:
         return None
     with ExitStack() as closers:
         files, where = open_tensor_files(model_dir, closers)
+        formats = read_stored_formats(model_dir)
         if pooled.head == "score":
-            stored = find_weight(TensorSpec("score.weight", (pooled.width, hidden)), None, files, where)
+            stored = find_weight(TensorSpec(SCORES, (pooled.width, hidden)), None, files, where)
             head = torch.empty(pooled.width, hidden)
             stored.copy(head, lambda _: None)
             return head
-        files = fit_to_decoder(files, vocab)
-        name = LM_HEAD if LM_HEAD in files else EMBEDDING
-        find_weight(TensorSpec(name, (vocab, hidden)), None, files, where)
-        rows = torch.empty(len(ANSWERS), hidden)
-        file = files[name]
-        for row, token in zip(rows, _answer_tokens(model_dir, vocab), strict=True):
-            file.copy(file.tensors[name].rows(token, 1), row, lambda _: None)
-        return (rows[0] - rows[1]).view(1, hidden)
+        if SCORES in files:  # a GGUF file has the rows of both words, and need not have lm_head
+            spec, tokens = TensorSpec(SCORES, (len(ANSWERS), hidden)), list(range(len(ANSWERS)))
+        else:
+            files = fit_to_decoder(files, vocab)
+            name = LM_HEAD if LM_HEAD in files else EMBEDDING
+            spec, tokens = TensorSpec(name, (vocab, hidden)), _answer_tokens(model_dir, vocab)
+        is_covered = spec.name != EMBEDDING or formats.cover_embedding
+        stored = find_weight(spec, formats.of(spec.name) if is_covered else None, files, where)
+        yes, no = _rows(stored, tokens)
+        return (yes - no).view(1, hidden)
+
+
+def _rows(stored: StoredWeight, indices: Sequence[int]) -> list[Tensor]:
+    """Some rows of a matrix, fp32."""
+    found: dict[int, Tensor] = {}
+    start = 0
+    for block in stored.blocks(_BLOCK_VALUES, lambda _: None):
+        found |= {index: block[index - start].clone() for index in indices if start <= index < start + len(block)}
+        start += len(block)
+    return [found[index] for index in indices]
 
 
 def _answer_tokens(model_dir: Path, vocab_size: int) -> list[int]:

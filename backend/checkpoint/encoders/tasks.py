@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS
 from penstock.backend.checkpoint.encoders.families import split_architecture
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.files.json_file import read_json_object
@@ -31,8 +32,8 @@ class ModelTask:
 def find_task(model_dir: Path) -> ModelTask:
     """The task of a checkpoint: an encoder's by its architecture and modules.json, a decoder's by the same files.
 
-    A classifier of one label is a reranker. Raises StartupError for files that cannot be read, and for an encoder that
-    is not supported.
+    A classifier of one label is a reranker, and so is a decoder whose labels are ANSWERS. Raises StartupError for files
+    that cannot be read, and for an encoder that is not supported.
     """
     values = read_json_object(model_dir / CONFIG_FILE)
     found = split_architecture(values)
@@ -49,8 +50,10 @@ def find_task(model_dir: Path) -> ModelTask:
         task = "sparse"
     elif modules is not None or suffix == "Model":
         task = "embed"
+    elif found is not None:
+        task = "sparse"
     else:
-        task = "generate" if found is None else "sparse"
+        task = "rerank" if isinstance(labels, dict) and tuple(labels.values()) == ANSWERS else "generate"
     return ModelTask(task, found is not None)
 
 

@@ -27,7 +27,14 @@ from penstock.backend.checkpoint.files.layout import (
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
-from penstock.backend.checkpoint.gguf.encoders import ENCODERS, encoder_names, make_encoder_config, pooling_files
+from penstock.backend.checkpoint.gguf.encoders import (
+    ANSWER_HEAD,
+    ENCODERS,
+    answer_labels,
+    encoder_names,
+    make_encoder_config,
+    pooling_files,
+)
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "7"
+FORMAT = "8"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -144,9 +151,11 @@ def _decoder_config(
     metadata: Metadata, tensors: dict[str, GgufTensor], headers: list[GgufHeader], ends: list[int]
 ) -> dict[str, Any]:
     factors = _rope_factors(headers)
-    config = _without_nulls(make_config(metadata, tensors, factors)) | {"eos_token_id": ends}
+    labels = answer_labels(metadata, tensors)
+    config = _without_nulls(make_config(metadata, tensors, factors)) | labels | {"eos_token_id": ends}
     decoder = parse_decoder_config(config)
-    _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - factors.keys()}, decoder)
+    others = factors.keys() | ({ANSWER_HEAD} if labels else set())
+    _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - others}, decoder)
     return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.backend.checkpoint.config.architectures.encoder_names import NAMES
+from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS, NAMES
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.config import EMBEDDING, dtype_of
 from penstock.backend.checkpoint.gguf.names import GgufNames, layer_number
@@ -22,6 +22,8 @@ _POOLING_MODES = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 """Values of pooling_type → sentence-transformers' names."""
 _RANK = 4
 """The value of pooling_type for a model that scores pairs of texts."""
+_RANKING_DECODERS = ("qwen3",)
+ANSWER_HEAD = "cls.output.weight"
 _TYPES = "token_types.weight"
 _SCORES = {"cls": "bert.pooler.dense", "cls.output": "classifier"}
 """Both linears of BERT's classifier, which RoBERTa's, under other names, equals."""
@@ -89,12 +91,27 @@ def _classifier(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[s
         # DistilBERT, whose classifier has ReLU for tanh.
         raise StartupError(f"tensor {_TYPES} is missing: only classifiers of BERT's and RoBERTa's kind are supported")
     labels = metadata.strings("classifier.output_labels")
-    count = tensors["cls.output.weight"].shape[0]
+    count = tensors[ANSWER_HEAD].shape[0]
     return {
         "architectures": ["BertForSequenceClassification"],
         "num_labels": count,
         "id2label": {str(index): label for index, label in enumerate(labels)} if len(labels) == count else None,
     }
+
+
+def answer_labels(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """Keys of config.json for Qwen3-Reranker, a decoder whose head has the rows of two words of lm_head; empty for a
+    decoder that does not rank. Raises StartupError for another head."""
+    if metadata.own("pooling_type", int) != _RANK:
+        return {}
+    labels, head = metadata.strings("classifier.output_labels"), tensors.get(ANSWER_HEAD)
+    if tuple(labels) != ANSWERS or head is None or head.shape[0] != len(ANSWERS):
+        shape = "absent" if head is None else list(head.shape)
+        raise StartupError(
+            f"{metadata.prefix}pooling_type is {_RANK}, classifier.output_labels is {shorten(labels)} and tensor "
+            f"{ANSWER_HEAD} is {shape}; a decoder that ranks must have {list(ANSWERS)} and a row for each"
+        )
+    return {"model_type": metadata.architecture, "id2label": {str(i): label for i, label in enumerate(labels)}}
 
 
 def pooling_files(metadata: Metadata) -> dict[str, str]:
@@ -105,7 +122,8 @@ def pooling_files(metadata: Metadata) -> dict[str, str]:
     """
     kind = metadata.own("pooling_type", int)
     encoder = ENCODERS.get(metadata.architecture)
-    if not kind or (kind == _RANK and encoder is not None and encoder.may_score):
+    may_rank = metadata.architecture in _RANKING_DECODERS if encoder is None else encoder.may_score
+    if not kind or (kind == _RANK and may_rank):
         return {}
     if kind not in _POOLING_MODES:
         raise StartupError(f"{metadata.prefix}pooling_type is {kind}; supported are 1 (mean), 2 (first) and 3 (last)")

@@ -60,7 +60,12 @@ class GgufNames:
             "ffn_up_shexp": f"{names.shared_expert}.{up}",
             "ffn_down_shexp": f"{names.shared_expert}.{names.expert_down}",
         }
-        outside = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        outside = {
+            "token_embd": "model.embed_tokens",
+            "output_norm": "model.norm",
+            "output": "lm_head",
+            "cls.output": "score",
+        }
         return cls(outside, "model.layers.{}.", modules)
 
     @classmethod

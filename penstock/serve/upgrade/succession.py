@@ -42,6 +42,8 @@ _SAVE_LIMIT_S = 1.0
 """Time for the pages of running sequences; those that are not copied by then may be computed again."""
 _TURNS_PER_STEP = 2
 """Turns of the supervisor, of 0.05 s, after which a backend with such pages has copied some more."""
+_FEW_PAGES = 8
+"""A backend that has pages to copy copies more with a step; 128 streams fill so many."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -106,7 +108,7 @@ class Succession:
         take_over(path, next_path)
         deadline_s = time.monotonic() + _CONNECT_LIMIT_S
         while old_visit is not None and time.monotonic() < deadline_s:
-            if new_visit.num_frontends >= max(2, old_visit.num_frontends):
+            if new_visit.board.frontends >= max(2, old_visit.board.frontends):
                 return
             yield
 
@@ -157,44 +159,35 @@ def _check(old: ModelCard, new: ModelCard) -> None:
 
 
 def _saved_pages(old: _Visit) -> Iterator[None]:
-    """Wait while the old backend copies pages for its successor."""
-    num_before, num_saved = -1, 0
-    deadline_s = time.monotonic() + _SAVE_LIMIT_S
-    while num_saved > num_before and time.monotonic() < deadline_s:
-        num_before = num_saved
+    """Wait while the old backend copies pages for its successor: until its steps copy no more than streams fill."""
+    board, deadline_s = old.board, time.monotonic() + _SAVE_LIMIT_S
+    while board.running and time.monotonic() < deadline_s:
+        pages, steps = board.pages_saved, board.steps
         for _ in range(_TURNS_PER_STEP):
             yield
-        num_saved = old.num_saved_pages
+        steps = board.steps - steps
+        if steps and board.pages_saved - pages <= _FEW_PAGES * steps:
+            return
 
 
 class _Visit:
-    """A connection to a backend, as a frontend without requests: it shows the model, and the number of frontends."""
+    """A connection to a backend, as a frontend without requests. It counts in `frontends` itself, once the backend has
+    counted it."""
 
     def __init__(self, invitation: Invitation) -> None:
         """Takes ownership of the invitation. Raises CannotUpgrade if the backend's board belongs to other code."""
         self._control = invitation.control
         self.card = invitation.welcome.model
         try:
-            self._board = BackendBoard.attach(invitation.backend_board_fd)
+            self.board = BackendBoard.attach(invitation.backend_board_fd)
         except RegionError as error:
             self._control.close()
             raise CannotUpgrade(f"has other counters: {error}; restart the server for that") from None
         finally:
             invitation.close_fds()
 
-    @property
-    def num_frontends(self) -> int:
-        """Number of frontends including this visit, once the backend has counted it."""
-        count: int = self._board.frontends
-        return count
-
-    @property
-    def num_saved_pages(self) -> int:
-        count: int = self._board.pages_saved
-        return count
-
     def close(self) -> None:
-        self._board.close()
+        self.board.close()
         self._control.close()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ANSWERS = ("yes", "no")
+"""The words whose logits a decoder without a head of its own compares to rerank (arXiv 2506.05176)."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderNames:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -21,11 +21,17 @@ from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_toke
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
+from penstock.frontend.text.pooling_files import QWEN3_RERANKER, PoolingFiles
 from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model, quantize
+from tests.backend.passes.decoder import pooled_driver
 from tests.backend.passes.encoder.driver import cosine, random_rows, run_rows
 from tests.checkpoints import make_model
 from tests.encoder_checkpoints import make_encoder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TEXTS = ("The unable, THE!", "é\u0301 Éa of东京 [MASK]  un-x", "zzz", "")
 _PIECES = ("the", "of", "un", "##able", "a", "e", "##a", "##e", "x", ",", "!", "-", "京")
@@ -218,3 +224,46 @@ def test_decoder_that_names_its_pooling_returns_vectors(tmp_path: Path) -> None:
     assert (pooled.head, pooled.normalizes) == ("embed", True)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     assert re.fullmatch(r".*<\|end_of_text\|>", "".join(tokenizer.encode("the").tokens))
+
+
+def head_of(rows: NDArray[np.float32], kind: str) -> tuple[NDArray[np.generic], gguf.GGMLQuantizationType]:
+    number = gguf.GGMLQuantizationType[kind]
+    return quantize(rows, number), number
+
+
+def qwen3_reranker(model: Any, kind: str = "F32") -> GgufFile:
+    """A file as of Qwen3-Reranker: the head has the rows of "yes" (here token 7) and "no" (token 5)."""
+    metadata = byte_level_vocabulary(320, "qwen2") | {
+        "qwen3.pooling_type": 4,
+        "qwen3.classifier.output_labels": ["yes", "no"],
+    }
+    file = from_model("qwen3", model, lambda _: kind, metadata)
+    file.tensors["cls.output.weight"] = head_of(model.lm_head.weight[[7, 5]].detach().numpy(), kind)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_decoder_with_the_rows_of_two_words_reranks_by_their_difference(kind: str, tmp_path: Path) -> None:
+    model = make_model("qwen3", vocab_size=320)
+    model_dir = resolve_model(str(qwen3_reranker(model, kind).write(tmp_path / "model.gguf")))
+    assert find_task(model_dir) == ModelTask("rerank", False)
+    assert PoolingFiles.load(model_dir).pair_template is QWEN3_RERANKER
+    forward_pass = DecoderPass.load(model_dir, PassOptions(dtype="fp32"))
+    forward_pass.create_cache(64, pooled_driver.PAGE, "fp32")
+    rows = random_rows((2, 17))
+    for row, scores in zip(rows, pooled_driver.run(forward_pass, rows, "classify"), strict=True):
+        with torch.inference_mode():
+            logits = model(torch.from_numpy(row.astype(np.int64))[None]).logits[0, -1]
+        np.testing.assert_allclose(scores, [float(logits[7] - logits[5])], atol=1e-4 if kind == "F32" else 0.1)
+    forward_pass.close()
+
+
+@pytest.mark.parametrize("change", [{"labels": ["no", "yes"]}, {"head": None}, {"head": 3}])
+def test_decoder_that_ranks_by_another_head_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    file = qwen3_reranker(make_model("qwen3", vocab_size=320))
+    file.metadata["qwen3.classifier.output_labels"] = change.get("labels", ["yes", "no"])
+    del file.tensors["cls.output.weight"]
+    if (rows := change.get("head", 2)) is not None:
+        file.tensors["cls.output.weight"] = head_of(np.zeros((rows, 64), np.float32), "F32")
+    with pytest.raises(StartupError, match=r"qwen3\.pooling_type is 4, classifier\.output_labels is .* must have"):
+        resolve_model(str(file.write(tmp_path / "model.gguf")))

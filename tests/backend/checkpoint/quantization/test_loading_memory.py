@@ -28,13 +28,14 @@ model_dir = Path(sys.argv[1])
 config = read_decoder_config(model_dir)
 torch.ones(1 << 20, dtype=torch.bfloat16).float()  # torch's own threads and tables
 for mode in ("int8", "int8", "int4", "int4"):
-    before = read_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    with return_freed_memory(), open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
-        kept = [weights.embedding(torch.bfloat16), weights.lm_head(torch.bfloat16)]
-        kept += [weights.layer(i, torch.bfloat16) for i in range(config.num_layers)]
-    print(read_bytes("VmHWM") - before, weight_bytes(config, torch.bfloat16, QUANTIZATIONS[mode]))
-    del kept
+    with return_freed_memory():  # so that no measurement reuses memory of the one before
+        before = read_bytes("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        with return_freed_memory(), open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
+            kept = [weights.embedding(torch.bfloat16), weights.lm_head(torch.bfloat16)]
+            kept += [weights.layer(i, torch.bfloat16) for i in range(config.num_layers)]
+        print(read_bytes("VmHWM") - before, weight_bytes(config, torch.bfloat16, QUANTIZATIONS[mode]))
+        del kept
 """
 
 
@@ -51,9 +52,10 @@ def test_quantising_and_reading_again_need_little_more_memory_than_the_weights(t
     )
     peaks = [tuple(map(int, line.split())) for line in child.stdout.splitlines()]
     assert len(peaks) == 4
-    for peak_bytes, quantized_bytes in peaks:
+    for (first_bytes, quantized_bytes), (second_bytes, _) in (peaks[:2], peaks[2:]):
         assert quantized_bytes > 40_000_000
-        assert peak_bytes < 1.15 * quantized_bytes + layer_bytes
+        assert first_bytes < 1.15 * quantized_bytes + 2 * layer_bytes  # one read ahead, one being packed
+        assert 0.9 * quantized_bytes < second_bytes < 1.15 * quantized_bytes
     assert [name.rsplit("-", 1)[1] for name in sorted(os.listdir(tmp_path / "cache/penstock/quantized"))] == [
         "int4.safetensors",
         "int8.safetensors",
