@@ -129,14 +129,13 @@ class Scheduler:
         if self.num_preemptions != num_preemptions:
             decodes = [sequence for sequence in decodes if sequence.slot is not None]
             chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
+        has_prompts = bool(chunks or self._admission.newcomers)  # such a step is long, and full
+        drafts = self._choose_drafts(decodes) if decodes and not has_prompts else {}
         if self._tenants.are_several:
             self._tenants.charge_decodes(decodes)
-            for sequence, num_tokens in chunks:
+            for sequence, num_tokens in [*chunks, *((sequence, len(tokens)) for sequence, tokens in drafts.items())]:
                 self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
-        chunks += self._admission.newcomers
-        # A step with prompts is long, and full.
-        drafts = self._choose_drafts(decodes) if self._drafting is not None and decodes and not chunks else {}
-        plan = self._make_plan(decodes, chunks, drafts)
+        plan = self._make_plan(decodes, chunks + self._admission.newcomers, drafts)
         self._num_plans += bool(plan)
         return plan
 
@@ -183,9 +182,11 @@ class Scheduler:
 
     def _choose_drafts(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
         """Drafts within the token budget, and in pages that no other sequence needs next."""
+        if self._drafting is None:
+            return {}
         left, drafts = self._max_batch_tokens - len(decodes), {}
         num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
-        chosen = self._drafting.choose(decodes) if self._drafting is not None else {}
+        chosen = self._drafting.choose(decodes)
         for sequence, tokens in chosen.items():
             end = sequence.num_computed + min(len(tokens), left)
             if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
