@@ -1,8 +1,11 @@
-# Each target does its own set-up: .venv is made once and again only when the dependencies change.
+# Each target does its own set-up: .venv gets the product for `make serve`, and what the tests need on top of it for the
+# others; again only when the dependencies change.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PRODUCT := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 CLIENTS := .venv-clients
 AGENTS := $(CLIENTS)/agents
 LOAD := $(CLIENTS)/load
@@ -11,30 +14,30 @@ NODE := $(CLIENTS)/javascript
 
 .PHONY: serve test test-clients check bench docs clean
 
-serve: $(STAMP)
+serve: $(PRODUCT)
 	$(BIN)/penstock serve $(ARGS)
 
 # Three workers on two cores: many tests wait for processes. tests/conftest.py orders the files.
 test: check
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(BIN)/penstock bench $(ARGS)
 
 # The pages of docs/ as a site with search, which the server then shows at /manual/.
-docs: $(STAMP)
+docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Heavy client libraries in a virtual environment of their own, against a server of the demo models.
 test-clients: export PENSTOCK_BIN := $(CURDIR)/$(BIN)
 test-clients: export PENSTOCK_NODE_CLIENTS := $(CURDIR)/$(NODE)
-test-clients: $(STAMP) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.installed $(RAY)/.installed $(NODE)/.installed
+test-clients: $(DEV) $(CLIENTS)/.installed $(AGENTS)/.installed $(LOAD)/.installed $(RAY)/.installed $(NODE)/.installed
 	$(CLIENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients $(patsubst %,--ignore tests/clients/%,agents load ray) $(ARGS)
 	$(AGENTS)/bin/pytest -c tests/clients/pytest.ini tests/clients/agents $(ARGS)
 	$(LOAD)/bin/pytest -c tests/clients/pytest.ini tests/clients/load $(ARGS)
@@ -47,12 +50,16 @@ clean:
 # where this variable, which containers often set, is not set.
 unexport PYTHONDONTWRITEBYTECODE
 
-$(STAMP): pyproject.toml constraints.txt
+$(PRODUCT): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	touch $@
+
+$(DEV): $(PRODUCT)
+	$(PIP) -e '.[dev]'
 	# A client that tests use. Its bounds on jiter exclude the openai SDK's present ones; it works with both.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --no-deps instructor==1.17.0
-	touch $(STAMP)
+	$(PIP) --no-deps instructor==1.17.0
+	touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
@@ -66,7 +73,7 @@ $(AGENTS)/.installed $(LOAD)/.installed: $(CLIENTS)/%/.installed: tests/clients/
 	touch $@
 
 # Ray beside the project's own environment: its workers run our servers.
-$(RAY)/.installed: tests/clients/ray/requirements.txt constraints.txt | $(STAMP) $(CLIENTS)/.installed
+$(RAY)/.installed: tests/clients/ray/requirements.txt constraints.txt | $(DEV) $(CLIENTS)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade --target $(RAY) -r $<
 	touch $@
 

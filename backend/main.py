@@ -35,7 +35,7 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.shared_weights.watch import WeightWatch
-from penstock.backend.scheduling.restart_grace import RestartGrace
+from penstock.backend.scheduling.restart_grace import grace_at_start
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
@@ -46,6 +46,7 @@ from penstock.backend.start.paging import (
     open_pages,
 )
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
+from penstock.backend.start.runtime_adapters import adapter_set, make_adapter_table, with_kept_adapters
 from penstock.backend.start.standby import import_and_wait
 from penstock.backend.start.startup import (
     AUTO,
@@ -86,19 +87,15 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.requests.adapters import AdapterSet
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+    from penstock.backend.start.runtime_adapters import RuntimeAdapters
     from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
 
 _DECODER = "decoder"
 _DRAIN_TIMEOUT_S = 30.0
-_GRACE_START_S = 0.5
-"""Frontends look for the new backend every 0.05 s. All of them should be connected before a coalesced group
-continues."""
-_GRACE_QUIET_S = 0.1
-_GRACE_LIMIT_S = 2.0
-_GRACE_LATER_QUIET_S = 0.005
 
 app = make_app("backend", "Runs a model: owns the device and serves any number of frontends on this machine.")
 
@@ -138,11 +135,7 @@ def main() -> None:
 def serve(options: BackendOptions) -> None:
     """Serve until a signal, drain and return. Raises StartupError or CannotListen if the backend cannot start."""
     started_s = time.monotonic()
-    options.check()
-    settings = pass_options(options)
-    check_shared_buffers(options.shared_buffers, settings.device)
-    if not options.dry_run:
-        check_free(options.socket)
+    options, rules, settings = _prepare(options)
     config_dir = locate_config(options)
     name = pass_name(options, config_dir)
     pass_class = find_forward_pass(name)  # imports torch
@@ -176,9 +169,12 @@ def serve(options: BackendOptions) -> None:
     scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
+    adapters = adapter_set(card, forward_pass, rules)
     requests = RequestHandling.make(
-        link, scheduler, board, _engine_limits(options, card, spec),
-        grammar_queue=grammar_queue, restart_grace=_restart_grace(options), vector_cache=cache, recorder=recorder,
+        link, scheduler, board, _engine_limits(options, card, spec, adapters),
+        grammar_queue=grammar_queue, vector_cache=cache, recorder=recorder,
+        restart_grace=grace_at_start(beside_another=options.beside_another),
+        make_adapters=lambda table: make_adapter_table(link, table, adapters, forward_pass, executor, rules),
         step_timing=step_timing,
     )  # fmt: skip
     manager = find_service_manager("backend")
@@ -201,6 +197,17 @@ def serve(options: BackendOptions) -> None:
     logger.info("drained after %d steps", board.steps)
 
 
+def _prepare(options: BackendOptions) -> tuple[BackendOptions, RuntimeAdapters | None, PassOptions]:
+    """Check the options, and add what the last process leaves. Raises StartupError, CannotListen."""
+    options.check()
+    options, rules = with_kept_adapters(options)
+    settings = pass_options(options)
+    check_shared_buffers(options.shared_buffers, settings.device)
+    if not options.dry_run:
+        check_free(options.socket)
+    return options, rules, settings
+
+
 def _measure_memory(
     options: BackendOptions,
     spec: PassSpec,
@@ -218,15 +225,13 @@ def _measure_memory(
 
 
 def _names(options: BackendOptions, spec: PassSpec) -> ModelNames:
-    adapters = announce(named_adapters(options), spec.adapter_ranks)
-    return ModelNames(options.model_id(), options.aliases(), adapters)
+    return ModelNames(options.model_id(), options.aliases(), announce(named_adapters(options), spec.adapter_ranks))
 
 
 def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, seconds: float) -> None:
     if options.gpu == "auto" and settings.device == "cpu":
         logger.info("on the CPU: %s", why_no_gpu())
-    if card.adapters:
-        names = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in card.adapters)
+    if names := ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in card.adapters):
         logger.info("adapters of %s: %s", card.model_id, names)
     logger.info("ready: %s on %s after %.1f s", card.model_id, options.socket, seconds)
 
@@ -354,31 +359,20 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCache(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
-def _restart_grace(options: BackendOptions) -> RestartGrace:
-    # Beside another backend nobody waits for this one: streams come one by one, when that one hands them over.
-    return RestartGrace(
-        time.monotonic,
-        start_s=0.0 if options.beside_another else _GRACE_START_S,
-        quiet_s=_GRACE_QUIET_S,
-        longest_s=_GRACE_LIMIT_S,
-        later_quiet_s=_GRACE_LATER_QUIET_S,
-    )
-
-
-def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec) -> EngineLimits:
+def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet) -> EngineLimits:
     max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
-        card.vocab_size,
-        card.max_context_tokens,
-        options.max_waiting,
+        *(card.vocab_size, card.max_context_tokens, options.max_waiting),
         max_open=max_open,
         # Requests that were open in the backend before, and as many that frontends held while there was no backend.
         max_open_resumed=2 * HARD_BOUND * max_open,
         priority_step_s=options.priority_step_s,
         scores_prompts=spec.scores_prompts,
+        has_llama_cpp_sampling=spec.has_llama_cpp_sampling,
         pooled=spec.pooled,
         generates=spec.generates,
-        adapters={adapter.adapter_id: index for index, adapter in enumerate(card.adapters)},
+        adapters=adapters.indexes,
+        unloaded=adapters.unloaded,
     )
 
 

@@ -51,12 +51,12 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
-    "Model and weights": "revision task dtype default_sampling lora_modules deterministic cpu_path"
+    "Model and weights": "revision task dtype default_sampling lora_modules lora_dir lora_budget deterministic cpu_path"
     " forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s speculation batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
-    " persist_kv_fd hand_over_fd beside_another",
+    " persist_kv_fd hand_over_fd adapters_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -106,6 +106,13 @@ class BackendOptions:
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
     All are loaded at start, and requests of all run in the same steps. On the CPU only."""
+
+    lora_dir: Path | None = None
+    """Directory of LoRA adapters that an administrator may load and unload while the server runs, with POST
+    /v1/load_lora_adapter and /v1/unload_lora_adapter. Default: none."""
+
+    lora_budget: ByteSize = 1_000_000_000
+    """Memory for the adapters that are loaded so; with --lora-dir alone."""
 
     default_sampling: Annotated[str | None, Parameter(converter=_convert_sampling, metavar="JSON")] = None
     """Sampling settings of requests that do not name them, such as '{"temperature": 0.6, "top_p": 0.95}'; also top_k,
@@ -199,6 +206,9 @@ class BackendOptions:
 
     hand_over_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the memory for pages that it leaves to its successor, which `penstock serve` keeps."""
+
+    adapters_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
+    """File descriptor of the list of adapters that were loaded at run time, which `penstock serve` keeps."""
 
     beside_another: Annotated[bool, Parameter(show=False)] = False
     """It is to replace a backend that still runs: it starts only if there is memory for both."""

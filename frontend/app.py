@@ -33,7 +33,7 @@ from penstock.frontend.endpoints.responses.storage.state_files import open_datab
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
-from penstock.frontend.endpoints.server import health, metrics, models, quote
+from penstock.frontend.endpoints.server import adapters, health, metrics, models, quote
 from penstock.frontend.endpoints.server.cancel_request import cancel_request
 from penstock.frontend.endpoints.server.engine_feed import EngineStreams
 from penstock.frontend.endpoints.server.streams import StreamTable
@@ -89,6 +89,8 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/v1/models": get(models.list_models, docs.MODELS),
         "/v1/models/load": post(models.load, docs.LOAD_MODEL),
         "/v1/models/unload": post(models.unload, docs.UNLOAD_MODEL),
+        "/v1/load_lora_adapter": post(adapters.load, docs.LOAD_ADAPTER, needs_key=False),
+        "/v1/unload_lora_adapter": post(adapters.unload, docs.UNLOAD_ADAPTER, needs_key=False),
         "/v1/models/{model}": get(models.describe_model, docs.MODEL),
         "/version": get(health.version, docs.VERSION),
         "/v1/load": get(metrics.load, docs.LOAD),

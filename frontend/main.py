@@ -115,7 +115,6 @@ def serve(options: FrontendOptions) -> int:
         chat_template_path=_text(options.chat_template),
     )
     manager = find_service_manager("frontend")
-    workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
         address = address_of(listening, tls=tls is not None)
         _log(f"listening on {address} with {options.workers} worker(s)")
@@ -125,7 +124,7 @@ def serve(options: FrontendOptions) -> int:
         listening.close()
 
     supervisor = Supervisor(
-        workers,
+        [_worker(settings, number, options) for number in range(options.workers)],
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         # The workers close theirs. While any copy is open, clients can connect to a server that never answers.
@@ -147,6 +146,7 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
         pass_fds=tuple(fd for fd in _passed_fds(settings) if fd >= 0),
         env=without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: encoded.decode()},
         reloads=reloads(options),
+        may_die_often=True,  # an input may make a native library abort: whoever sends it again must not stop the server
     )
 
 

@@ -36,6 +36,8 @@ _UPGRADE = """Replaces the backends of a running `penstock serve`: by ones with 
 given here changed. Streams go on."""
 
 _PRODUCT = {
+    "backend": ("backend.main:app", "Runs one backend alone, as the command `backend` does."),
+    "frontend": ("frontend.main:app", "Runs one frontend alone, as the command `frontend` does."),
     "inspect": (
         "commands.inspect_model.command:inspect_model",
         "Says what a model is, and whether it can be served, without loading its weights.",

@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.shm.link.events import LinkEvent
-    from penstock.shm.messages import EventLogprobs, Failure, Progress, Quote, Started, StreamRecord, VectorPart
+    from penstock.shm.messages import (
+        Adapter,
+        EventLogprobs,
+        Failure,
+        Progress,
+        Quote,
+        Started,
+        StreamRecord,
+        VectorPart,
+    )
 
     Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
     """Like `launch_step` with a pass."""
@@ -273,6 +282,9 @@ class DroppingLink(IEngineLink):
         pass
 
     def announce_room(self, frontend: int) -> None:
+        pass
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
         pass
 
     def flush(self) -> None:

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.sequences.sequence import Sequence
     from penstock.shm.link.events import LinkEvent
-    from penstock.shm.messages import EventLogprobs, Failure, Progress, Quote, Started, StreamRecord, VectorPart
+    from penstock.shm.messages import (
+        Adapter,
+        EventLogprobs,
+        Failure,
+        Progress,
+        Quote,
+        Started,
+        StreamRecord,
+        VectorPart,
+    )
 
 
 class IEngineLink(Protocol):
@@ -64,6 +73,10 @@ class IEngineLink(Protocol):
     def note_preemption(self, frontend: int, request_id: int) -> None: ...
 
     def announce_room(self, frontend: int) -> None: ...
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Tell all frontends which adapters the model has."""
+        ...
 
     def flush(self) -> None:
         """Send what was pushed, as far as each frontend takes it."""

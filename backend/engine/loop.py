@@ -13,7 +13,7 @@ from penstock.backend.engine.steps.rows_of_results import logprobs_by_row, score
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
-from penstock.shm.messages import AskStream, CancelOther, EventLogprobs, FailureCode
+from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter, EventLogprobs, FailureCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,11 +69,11 @@ class Engine:
         self._scheduler = scheduler
         self._builder = builder
         self._open_requests = requests.table
-        self._intake = requests.intake
-        self._delivery = requests.delivery
+        self._intake, self._delivery = requests.intake, requests.delivery
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
         self._streams = requests.streams
+        self._adapters = requests.adapters
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or requests.step_timing
@@ -123,10 +123,13 @@ class Engine:
                     self._canceller.cancel_for_operator(frontend, cancel.request_id, cancel.target)
                 case Question(frontend, AskStream() as ask):
                     self._streams.answer(frontend, ask)
+                case Question(frontend, ChangeAdapter() as order):
+                    self._adapters.change(frontend, order)
                 case Cancellation(frontend, request_id, noticed_ns, keep):
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
+        self._adapters.turn()
         self._canceller.expire()
         self._intake.submit_compiled()
         self._intake.make_quotes()

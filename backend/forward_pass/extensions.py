@@ -95,6 +95,33 @@ class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
         ...
 
 
+class ReadAdapter(Protocol):
+    """An adapter in the form in which the pass uses it."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+@runtime_checkable
+class ILoadsAdapters(Protocol):
+    """Optional interface of a pass whose adapters come and go while it runs."""
+
+    def adapter_bytes(self, directory: Path) -> int:
+        """The memory that the adapter will take. Any thread may call it. Raises StartupError."""
+        ...
+
+    def read_adapter(self, directory: Path) -> ReadAdapter:
+        """Any thread may call it. Raises StartupError."""
+        ...
+
+    def put_adapter(self, index: int, adapter: ReadAdapter | None) -> None:
+        """From the next step on this is the adapter with the index in `StepBatch.adapters`; None frees its memory.
+
+        Called between steps, on the pass's thread.
+        """
+        ...
+
+
 class SharedWeights(Protocol):
     """Weights in memory that outlives the process, and that other processes may use too."""
 

@@ -44,6 +44,9 @@ class PassSpec:
     scores_prompts: bool = False
     """The pass reports `StepBatch.scored`, for all tokens of a step if need be; workspace_bytes includes that memory.
     Otherwise requests for log probabilities of prompts are refused."""
+    has_llama_cpp_sampling: bool = False
+    """The pass applies DRY, XTC, top-n-sigma and dynamic temperature, as `HostSampling` does. Otherwise requests for
+    them are refused."""
     embedding_size: int = 0
     """Width of prompts that are embeddings, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
     IDeviceLogits receives them on the device and on the host, others on the host only."""

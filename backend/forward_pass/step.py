@@ -28,6 +28,10 @@ class SamplingParams:
     top_k → typical_p (arXiv 2202.00666) → top_p → min_p. Presence and frequency penalties are those of the OpenAI API
     reference, over generated tokens. The repetition penalty is that of CTRL (arXiv 1909.05858), over prompt and
     generated tokens.
+
+    DRY, XTC, top-n-sigma and dynamic temperature are llama.cpp's (`PassSpec.has_llama_cpp_sampling`). DRY comes after
+    the penalties, top-n-sigma before top_k. With XTC or dynamic temperature the order is llama.cpp's: filters see the
+    distribution at temperature 1; XTC and then the temperature come last.
     """
 
     temperature: float = 1.0
@@ -38,6 +42,20 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    """0 is off."""
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    """The last tokens among which repetitions count; -1 for all."""
+    dry_breakers: bytes = b""
+    """int32 token ids; each run of them is followed by -1."""
+    xtc_probability: float = 0.0
+    """0 is off, as of top_n_sigma and dynatemp_range."""
+    xtc_threshold: float = 0.1
+    top_n_sigma: float = 0.0
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     num_logprobs: int = -1

@@ -56,6 +56,7 @@ def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
         _MAX_CONTEXT_TOKENS,
         {"fp32": np.dtype(np.uint64).itemsize},
         scores_prompts=True,
+        has_llama_cpp_sampling=True,
         embedding_size=EMBEDDING_SIZE,
         adapter_ranks=(1,) * num_adapters,
         verifies_drafts=True,

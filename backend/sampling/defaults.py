@@ -16,6 +16,8 @@ _MAX_CHARACTERS = 512
 _KEYS = (
     "temperature", "top_p", "top_k", "min_p", "typical_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "xtc_probability", "xtc_threshold", "top_n_sigma", "dynatemp_range", "dynatemp_exponent",
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Change a distribution before a token is sampled: by penalties, by masks, and by top-k, typical-p, top-p and min-p, in
-this order. See `SamplingParams`.
+"""Change a distribution before a token is sampled: by penalties, by masks, and by filters in the order of
+`SamplingParams`.
 """
 
 from __future__ import annotations
@@ -82,18 +82,22 @@ def filtered_weights(
     typical_p: NDArray[np.float64],
     top_p: NDArray[np.float64],
     min_p: NDArray[np.float64],
+    top_n_sigma: NDArray[np.float64],
 ) -> NDArray[np.float32]:
-    """Unnormalised probabilities of the tokens that the filters keep, [n, V]; 0 for the others.
+    """Unnormalised probabilities of the tokens that the filters keep, [n, V]; 0 for the others, which become -inf.
 
     scaled [n, V] are logits divided by temperature, with each row's maximum at 0; they are changed in place. The
     settings are [n]; values that switch a filter off are those of `SamplingParams`.
     """
     num_rows, vocab_size = scaled.shape
     floor = np.full(num_rows, -np.inf, np.float32)
+    for row in np.flatnonzero(top_n_sigma > 0).tolist():
+        finite = scaled[row][np.isfinite(scaled[row])]
+        floor[row] = -top_n_sigma[row] * finite.std(dtype=np.float64)
     top_k = np.minimum(top_k, vocab_size)
     limited = np.flatnonzero((top_k > 0) & (top_k < vocab_size))
     if len(limited):
-        floor[limited] = _kth_largest(scaled[limited], top_k[limited])
+        floor[limited] = np.maximum(floor[limited], _kth_largest(scaled[limited], top_k[limited]))
     typical = np.flatnonzero(typical_p < 1.0)
     for row in typical.tolist():
         _keep_typical(scaled[row], floor[row], float(typical_p[row]))
@@ -105,9 +109,32 @@ def filtered_weights(
     if len(typical):
         # typical_p may have dropped the peak that min_p refers to: the likeliest remaining token always stays.
         floor[typical] = np.minimum(floor[typical], scaled[typical].max(axis=1))
-    weights = np.exp(scaled, out=np.empty_like(scaled))
-    weights[scaled < floor[:, None]] = 0.0
-    return weights
+    scaled[scaled < floor[:, None]] = -np.inf
+    return np.exp(scaled, out=np.empty_like(scaled))
+
+
+def exclude_top(kept: NDArray[np.float32], threshold: float) -> None:
+    """XTC on one row, [V], of kept logits with the maximum at 0, in place; other tokens are -inf.
+
+    Drops all but the least likely of the tokens whose probability reaches threshold. Those that tie with it stay.
+    """
+    total = np.exp(kept).sum(dtype=np.float64)
+    with np.errstate(divide="ignore"):
+        reached = np.isfinite(kept) & (kept >= np.float32(np.log(threshold * total)))
+    if np.count_nonzero(reached) > 1:
+        kept[kept > kept[reached].min()] = -np.inf
+
+
+def dynamic_temperature(kept: NDArray[np.float32], temperature: float, spread: float, exponent: float) -> float:
+    """Return the temperature within spread of the given one, by the entropy of one row of kept logits, [V]."""
+    logits = kept[np.isfinite(kept)].astype(np.float64)
+    if len(logits) <= 1:
+        return temperature
+    mass = np.exp(logits - logits.max())
+    mass /= mass.sum()
+    entropy = -np.sum(mass * np.log(mass, where=mass > 0, out=np.zeros_like(mass))) / np.log(len(logits))
+    lowest, highest = max(0.0, temperature - spread), temperature + spread
+    return float(lowest + (highest - lowest) * max(0.0, entropy) ** exponent)
 
 
 def _keep_typical(scaled: NDArray[np.float32], floor: np.float32, typical_p: float) -> None:

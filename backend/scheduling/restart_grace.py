@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from penstock.backend.sequences.sequence import NEW
@@ -12,6 +13,12 @@ if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
 
 _LATER_LIMIT = 10
+_START_S = 0.5
+"""Frontends look for the new backend every 0.05 s. All of them should be connected before a coalesced group
+continues."""
+_QUIET_S = 0.1
+_LIMIT_S = 2.0
+_LATER_QUIET_S = 0.005
 
 
 class RestartGrace:
@@ -96,3 +103,11 @@ class RestartGrace:
         due = sorted(self._delayed, key=lambda sequence: (sequence.rank, sequence.admitted_ns))
         self._delayed.clear()
         return due
+
+
+def grace_at_start(*, beside_another: bool) -> RestartGrace:
+    """Beside another backend nobody waits for this one: streams come one by one, when that one hands them over."""
+    start_s = 0.0 if beside_another else _START_S
+    return RestartGrace(
+        time.monotonic, start_s=start_s, quiet_s=_QUIET_S, longest_s=_LIMIT_S, later_quiet_s=_LATER_QUIET_S
+    )

@@ -18,10 +18,9 @@ from penstock.shm.messages import MAX_ADAPTERS, Adapter
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
-_FORM = (
-    "write --lora-modules NAME=DIR; a name is 1 to 128 letters, digits and ._:/@+-, and begins with a letter or a digit"
-)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
+NAME_FORM = "a name is 1 to 128 letters, digits and ._:/@+-, and begins with a letter or a digit"
+_FORM = f"write --lora-modules NAME=DIR; {NAME_FORM}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def _read(text: str) -> NamedAdapter:
         name, path = described.name, described.path
     else:
         name, _, path = text.partition("=")
-    if not _NAME.fullmatch(name) or not path:
+    if not NAME.fullmatch(name) or not path:
         raise StartupError(f"--lora-modules is {shorten(text)}; {_FORM}")
     return NamedAdapter(name, Path(path).expanduser())
 

@@ -115,6 +115,6 @@ def create_scheduler(
         kv_windows=forward_pass.spec.kv_windows,
         drafting=Drafting(step_timing.typical_s) if verifies_drafts and options.speculation != "none" else None,
     )
-    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters)
+    pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
     builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)
     return scheduler, builder

@@ -132,6 +132,8 @@ def describe_pass(
         spec = pass_class.describe(config_dir, settings)
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))
+    if options.lora_dir is not None:
+        spec = replace(spec, workspace_bytes=spec.workspace_bytes + options.lora_budget)
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

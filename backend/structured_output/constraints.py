@@ -23,6 +23,7 @@ from penstock.backend.structured_output.grammar_costs import (
     error_of,
     one_line,
 )
+from penstock.process.native_libraries import reason_of_panic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -142,10 +143,15 @@ class SequenceConstraints:
             clock = time.thread_time_ns if consume is None else time.perf_counter_ns
             began_ns = clock()
             known = self._matcher_end if token_id in self._grammar_ends else token_id
-            took = self._matcher.consume_token(known) if consume is None else consume(self._matcher, known)
+            try:
+                took = self._matcher.consume_token(known) if consume is None else consume(self._matcher, known)
+                reason = None if took else error_of(self._matcher)
+            except BaseException as error:
+                if (reason := reason_of_panic(error)) is None:
+                    raise
             self._pace.note(clock() - began_ns)
-            if not took:
-                self._failure = self._note_failure(error_of(self._matcher))
+            if reason is not None:
+                self._failure = self._note_failure(reason)
 
     def fork(self) -> SequenceConstraints:
         """A copy to advance by drafts, for as long as a step. Its memory is not counted, nor its failures."""
@@ -161,7 +167,12 @@ class SequenceConstraints:
         num_kept = min(num_tokens, len(self._tokens))
         if self._grammar_start is not None:
             if self._matcher is not None and len(self._tokens) > self._grammar_start:
-                self._matcher.rollback(len(self._tokens) - max(num_kept, self._grammar_start))
+                try:
+                    self._matcher.rollback(len(self._tokens) - max(num_kept, self._grammar_start))
+                except BaseException as error:
+                    if (reason := reason_of_panic(error)) is None:
+                        raise
+                    self._failure = self._note_failure(reason)
             if num_kept < self._grammar_start:
                 self._grammar_start = None
         if self._thinking_stop is not None and num_kept < self._thinking_stop:
@@ -175,6 +186,14 @@ class SequenceConstraints:
         """
         if self._failure:
             raise ConstraintFailed(self._failure)
+        try:
+            self._fill_mask(mask)
+        except BaseException as error:
+            if (reason := reason_of_panic(error)) is None:
+                raise
+            raise ConstraintFailed(self._note_failure(reason)) from None
+
+    def _fill_mask(self, mask: TokenBits) -> None:
         if (forced := self._forced_token()) is not None:
             mask[:] = 0
             set_bit(mask, forced)

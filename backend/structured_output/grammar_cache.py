@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.structured_output.compile_pool import CompilerFailed
 from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemory, GrammarMemoryFull
 from penstock.process.admission import is_over_share
+from penstock.process.native_libraries import LibraryError, guarded
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -169,7 +170,10 @@ class GrammarCache:
 def _copy_of(outcome: CompiledGrammar | BadGrammar) -> CompiledGrammar:
     if isinstance(outcome, BadGrammar):
         raise BadGrammar(str(outcome))
-    return replace(outcome, matcher=outcome.matcher.deep_copy())
+    try:
+        return replace(outcome, matcher=guarded(outcome.matcher.deep_copy)())
+    except LibraryError as error:
+        raise BadGrammar(str(error)) from None
 
 
 def _num_bytes(grammar: Grammar, outcome: CompiledGrammar | BadGrammar) -> int:

@@ -94,6 +94,15 @@ class Admission:
             raise ApiError(ErrorKind.BAD_KEY, message)
         self._admin.check(exchange)
 
+    def check_operator(self, exchange: Exchange) -> None:
+        """Raises ApiError unless the request has the admin key, or an API key with admin=yes."""
+        if self._admin and self._admin.find(exchange) is not None:
+            return
+        self.identify(exchange)
+        if not exchange.is_admin:
+            message = "this needs the server's --admin-key, or an API key with admin=yes in its --api-key-file"
+            raise ApiError(ErrorKind.NO_ADMIN, message)
+
     def identify_viewer(self, exchange: Exchange) -> bool:
         """Like `identify`, but the admin key is also a key. Return whether the viewer may see all requests."""
         if self._admin and self._admin.find(exchange) is not None:

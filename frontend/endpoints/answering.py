@@ -73,7 +73,7 @@ async def answer_chat(
     async with exchange.cancelled_on_disconnect():
         prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
         prompt, rules = await chat_answer_rules(body, prompt, served)
-    if body.offered_tools and served.syntax.generic is not None:
+    if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
     await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
 

@@ -42,8 +42,8 @@ async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> 
             "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
             param="messages",
         )
-    if served.syntax.generic is not None:
-        body = served.syntax.generic.written(body)
+    if served.syntax.writer is not None:
+        body = served.syntax.writer.written(body)
     try:
         if not is_long:
             with contextlib.suppress(TooMuchWorkError):

@@ -57,8 +57,13 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
         case FailureCode.NOT_SCORED:
             message = "prompt_logprobs, and echo with logprobs: this model's forward pass does not score prompts"
             return ApiError(ErrorKind.INVALID_VALUE, message)
+        case FailureCode.NOT_SAMPLED:
+            message = f"{batch.failure_text}: this model's forward pass samples without it; passes on the CPU know it"
+            return ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=batch.failure_text)
         case FailureCode.NOT_SERVED:
             return ApiError(ErrorKind.WRONG_MODEL, "model: it cannot do what the request asks for", param="model")
+        case FailureCode.BAD_ADAPTER:
+            return ApiError(ErrorKind.INVALID_VALUE, batch.failure_text, param=batch.failure_text.partition(":")[0])
         case FailureCode.NO_ADAPTER:
             message = f"model: this adapter is not loaded any more; {num_tokens} tokens were generated with it"
             return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")

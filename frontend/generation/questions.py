@@ -9,20 +9,20 @@ from penstock.frontend.generation.failures import backend_unavailable, overloade
 from penstock.shm.client import BackendUnavailable, FailureCode, Finish, Overloaded
 
 if TYPE_CHECKING:
-    from penstock.shm.client import AnswerStream, BackendClient, RequestName, StreamQuestion
+    from penstock.shm.client import AnswerStream, BackendClient, Question
 
 _TIMEOUT_S = 5.0
 
 
-async def ask(backend: BackendClient, question: RequestName | StreamQuestion) -> AnswerStream | None:
-    """Cancel a request, or ask about a stream.
+async def ask(backend: BackendClient, question: Question, timeout_s: float = _TIMEOUT_S) -> AnswerStream | None:
+    """Cancel a request, ask about a stream, or change an adapter.
 
     Returns the stream that brought the answer; None if the backend does not know the request or the stream. Raises
     ApiError.
     """
     answer = None
     try:
-        answer = backend.ask(question, deadline_s=time.monotonic() + _TIMEOUT_S)
+        answer = backend.ask(question, deadline_s=time.monotonic() + timeout_s)
         batch = await answer.result()
         if batch.failure is FailureCode.NOT_OPEN:
             return None

@@ -51,6 +51,7 @@ class AnswerParser:
             includes_reasoning=shape.includes_reasoning,
             includes_content=not shape.calls_only,
             max_calls=1 if shape.single_call else _UNLIMITED_CALLS,
+            strays=() if shape.reasoning is None else shape.reasoning.strays,
         )
         self._reader = Reader()
         self._output.is_reasoning = shape.is_reasoning_open

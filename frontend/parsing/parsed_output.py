@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.deltas import Delta, ToolCallDelta
@@ -21,6 +22,7 @@ class ParsedOutput:
         includes_reasoning: bool = True,
         includes_content: bool = True,
         max_calls: int,
+        strays: tuple[str, ...] = (),
     ) -> None:
         self._new_call_id = new_call_id
         self._includes_reasoning = includes_reasoning
@@ -31,6 +33,7 @@ class ParsedOutput:
         self._is_calling = False
         self._pieces: list[Delta] = []
         self._content = _EdgeTrimmer()
+        self._strays = _Strays(strays)
         self._reasoning = _EdgeTrimmer(is_at_edge=True)
         self.is_reasoning = False
         self.is_complete = False
@@ -44,8 +47,7 @@ class ParsedOutput:
         return pieces
 
     def content(self, text: str) -> None:
-        if self._includes_content and not self.is_complete and (certain := self._content.push(text)):
-            self._pieces.append(Delta(certain))
+        self._add_content(self._strays.push(text))
 
     def reasoning(self, text: str) -> None:
         if self._includes_reasoning and (certain := self._reasoning.push(text)):
@@ -53,7 +55,7 @@ class ParsedOutput:
 
     def begin_reasoning(self) -> None:
         self.is_reasoning = True
-        self._content.cut()
+        self._cut_content()
 
     def end_reasoning(self) -> None:
         self.is_reasoning = False
@@ -62,7 +64,7 @@ class ParsedOutput:
         if not self.is_complete:
             self._num_calls += 1
             self._is_calling = True
-            self._content.cut()
+            self._cut_content()
             self._add_call(call_id=self._new_call_id(), name=name)
 
     def arguments(self, text: str) -> None:
@@ -87,7 +89,7 @@ class ParsedOutput:
 
     def take_over(self, deltas: list[Delta]) -> None:
         """Add the calls that another output has collected, as the first ones."""
-        self._content.cut()
+        self._cut_content()
         for call in (call for delta in deltas for call in delta.tool_calls if call.index < self._max_calls):
             self._pieces.append(Delta(tool_calls=(call,)))
             self._num_calls = call.index + 1
@@ -95,11 +97,42 @@ class ParsedOutput:
 
     def end(self) -> None:
         """End the text: spaces at its end belong to the answer."""
+        self._add_content(self._strays.flush())
         if not self.is_complete and (held := self._content.flush()):
             self._pieces.append(Delta(held))
 
+    def _add_content(self, text: str) -> None:
+        if text and self._includes_content and not self.is_complete and (certain := self._content.push(text)):
+            self._pieces.append(Delta(certain))
+
+    def _cut_content(self) -> None:
+        self._add_content(self._strays.flush())
+        self._content.cut()
+
     def _add_call(self, *, arguments: str = "", call_id: str | None = None, name: str | None = None) -> None:
         self._pieces.append(Delta(tool_calls=(ToolCallDelta(self._num_calls - 1, arguments, call_id, name),)))
+
+
+class _Strays:
+    """Drops marks from a text. Holds back what may be the beginning of one."""
+
+    def __init__(self, marks: tuple[str, ...]) -> None:
+        self._marks = marks
+        self._any = re.compile("|".join(map(re.escape, marks)))
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        if not self._marks:
+            return text
+        *before, rest = self._any.split(self._held + text)
+        longest = len(self._marks[0]) - 1
+        tails = (rest[place:] for place in range(max(0, len(rest) - longest), len(rest)))
+        self._held = next((tail for tail in tails if any(mark.startswith(tail) for mark in self._marks)), "")
+        return "".join((*before, rest[: len(rest) - len(self._held)]))
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
 
 
 class _EdgeTrimmer:

@@ -30,6 +30,8 @@ class ReasoningFormat:
     """May follow the last of the tags."""
     spellings: tuple[tuple[str, str], ...] = ()
     """Other pairs of markers that models write."""
+    strays: tuple[str, ...] = ()
+    """Marks around nothing that models write beside an answer, the longest first. They are not part of it."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -46,8 +48,14 @@ THINK = ReasoningFormat("think", "<think>", "</think>")
 """Used by Qwen3, DeepSeek, GLM and many others."""
 MISTRAL_THINK = ReasoningFormat("mistral", "[THINK]", "[/THINK]")
 """Used by Magistral."""
+_NO_THOUGHT = "<|channel>thought\n<channel|>"
 GEMMA_THOUGHT = ReasoningFormat(
-    "gemma", "<|channel>thought", "<channel|>", tokens=("<|channel>", "<channel|>"), follow=""
+    "gemma",
+    "<|channel>thought",
+    "<channel|>",
+    tokens=("<|channel>", "<channel|>"),
+    follow="",
+    strays=(f"<|channel>{_NO_THOUGHT}", _NO_THOUGHT, "<channel|>"),
 )
 """Used by Gemma 4."""
 GRANITE_PHRASES = ReasoningFormat(

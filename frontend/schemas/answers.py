@@ -285,6 +285,17 @@ class SamplingDefaults(Struct):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    dry_multiplier: float
+    """0 is off, as of xtc_probability, top_n_sigma and dynatemp_range."""
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    """-1 is all tokens."""
+    xtc_probability: float
+    xtc_threshold: float
+    top_n_sigma: float
+    dynatemp_range: float
+    dynatemp_exponent: float
 
 
 class ModelAnswer(Struct):
@@ -319,6 +330,12 @@ class ModelStateAnswer(Struct):
     model: str
     state: Literal["asleep", "loading", "awake"]
     last_wake_seconds: float | None
+
+
+class AdapterAnswer(Struct):
+    id: str
+    object: Literal["lora_adapter"]
+    is_loaded: bool
 
 
 class HealthAnswer(Struct):

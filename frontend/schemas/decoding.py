@@ -80,16 +80,12 @@ def _too_many(what: str, limit: int) -> ApiError:
 _ASKS_FOR_NOTHING = frozenset({b"", b"null", b"false", b"[]", b"{}", b'""'})
 _DEFAULTS: dict[str, frozenset[object]] = {
     "best_of": frozenset({1}),
-    "dry_multiplier": frozenset({0}),
     "embed_dtype": frozenset({"float32"}),
     "endianness": frozenset({"native", "little"}),
-    "dynatemp_range": frozenset({0}),
     "function_call": frozenset({"none"}),
     "mirostat": frozenset({0}),
     "padding": frozenset({"do_not_pad"}),
     "modalities": frozenset({"text"}),
-    "top_n_sigma": frozenset({-1, 0}),
-    "xtc_probability": frozenset({0}),
 }
 """Values of unsupported fields that ask for the default behavior."""
 

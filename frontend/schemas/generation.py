@@ -104,6 +104,19 @@ class GenerationBody(SchedulingBody, kw_only=True):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dry_base: Annotated[float, Meta(ge=1.0, le=100.0)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=0, le=MAX_CONTEXT_TOKENS)] | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Meta(min_length=1, max_length=40)]], Meta(min_length=1, max_length=32)] | None
+    ) = None
+    xtc_probability: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    xtc_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    top_n_sigma: Annotated[float, Meta(ge=-1.0, le=100.0)] | None = None
+    """0 and below are off, as in llama.cpp."""
+    dynatemp_range: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    dynatemp_exponent: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     logit_bias: (
         Annotated[dict[BiasedText, Bias], Meta(max_length=MAX_BIASES)]
         | Annotated[list[tuple[TokenId | BiasedText, Bias]], Meta(max_length=MAX_BIASES)]
@@ -156,8 +169,6 @@ class GenerationBody(SchedulingBody, kw_only=True):
     spaces_between_special_tokens: bool | None = None
 
     # Not supported: refused unless the value asks for nothing.
-    dry_multiplier: Raw = ABSENT
-    dynatemp_range: Raw = ABSENT
     guided_whitespace_pattern: Raw = ABSENT
     lora: Raw = ABSENT
     lora_path: Raw = ABSENT
@@ -167,9 +178,7 @@ class GenerationBody(SchedulingBody, kw_only=True):
     stop_regex: Raw = ABSENT
     structural_tag: Raw = ABSENT
     suffix: Raw = ABSENT
-    top_n_sigma: Raw = ABSENT
     use_beam_search: Raw = ABSENT
-    xtc_probability: Raw = ABSENT
 
     def __post_init__(self) -> None:
         if self.seed == -1:  # a random one, as in vLLM and llama.cpp

@@ -47,6 +47,18 @@ class ModelCommandBody(Struct, kw_only=True):
     """The model's name."""
 
 
+class UnloadAdapterBody(Struct, kw_only=True):
+    lora_name: ShortText
+
+
+class LoadAdapterBody(UnloadAdapterBody, kw_only=True):
+    lora_path: Annotated[str, Meta(min_length=1, max_length=1024)]
+    """A directory in the server's --lora-dir."""
+    base_model_name: ShortText | None = None
+
+
+_load_adapter = msgspec.json.Decoder(LoadAdapterBody)
+_unload_adapter = msgspec.json.Decoder(UnloadAdapterBody)
 _model_command = msgspec.json.Decoder(ModelCommandBody)
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
@@ -56,6 +68,16 @@ _SOURCES = ("prompt", "messages", "content")
 def decode_model_command(data: bytes) -> ModelCommandBody:
     """Raises ApiError naming the field."""
     return decode_body(_model_command, data)
+
+
+def decode_load_adapter(data: bytes) -> LoadAdapterBody:
+    """Raises ApiError naming the field."""
+    return decode_body(_load_adapter, data)
+
+
+def decode_unload_adapter(data: bytes) -> UnloadAdapterBody:
+    """Raises ApiError naming the field."""
+    return decode_body(_unload_adapter, data)
 
 
 def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:

@@ -202,6 +202,7 @@ class Source:
     """None when it is not connected."""
     replica: str = ""
     """Its name among the backends of the model; empty if there is only one."""
+    num_adapters: int = 0
 
 
 def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
@@ -220,6 +221,7 @@ def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
         backend = source.backend
         up = "1 while this worker is connected to a backend."
         page.add("backend_up", "gauge", up, [("", int(bool(backend)))])
+        page.add("lora_adapters", "gauge", "LoRA adapters that requests can name.", [("", source.num_adapters)])
         if backend is not None:
             _backend(page, backend)
             _streams(page, "", "", {name: backend.get(Board.TOTALS + name, 0) for name in source.worker})

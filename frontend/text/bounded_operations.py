@@ -41,6 +41,7 @@ _LIST_FILTERS = ("batch", "dictsort", "groupby", "list", "max", "min", "reverse"
 _WRITTEN_UNITS = {"trim": 1, "truncate": 1, "string": 1, "abs": 1, "round": 1, "center": 1}
 
 _CONTAINER_METHODS = ("copy", "count", "get", "index", "items", "keys", "values")
+LIST_CHANGES = ("append", "pop")
 _NO_TEXT_METHODS = ("encode", "format_map", "maketrans", "translate")
 _PIECE_UNITS = 2
 """For each character of a text that is split at any space or line."""

@@ -18,6 +18,7 @@ from jinja2.visitor import NodeTransformer
 from penstock.frontend.text.bounded_operations import (
     ADDED,
     JOINED,
+    LIST_CHANGES,
     MADE,
     METERED,
     SLICED,
@@ -90,6 +91,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise ValueError(f"the chat template is nested too deeply ({type(error).__name__})") from None
         return jinja2.Template.from_code(self, code, self.make_globals(None))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_change = type(obj) is list and attr in LIST_CHANGES  # `call` decides
+        return is_change or super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = budget_of(context)
         if operator == "%":
@@ -114,6 +119,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 (values,) = args
                 return join(cast("BoundedContext", __context), values, owner)
             check_text_method(budget, owner, method.__name__, args, kwargs)
+        elif type(owner) is list and method.__name__ in LIST_CHANGES:
+            budget.change(owner, args)
         elif owner is not None and not is_known_method(owner, method.__name__):
             raise Refused(f"{type(owner).__name__}.{method.__name__} is not for templates")
         return budget.made(super().call(__context, __obj, *args, **kwargs))

@@ -19,8 +19,8 @@ import jinja2
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
-from penstock.frontend.text.spellings import NO_SPELLINGS
-from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each
+from penstock.frontend.text.spellings import NO_SPELLINGS, unmarked
+from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each, said_by_user
 from penstock.frontend.transport.errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ _MAX_TIME_FORMAT = 100
 _MAX_REASON = 1000
 """Characters that are shown of what a template says."""
 
-_END_MARK = f"{secrets.token_hex(16)} "
-"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message. A
-template that trims messages removes the blank."""
+_END_MARK = secrets.token_hex(16)
+"""Marks the end of the final message while rendering. Random: the template may repeat any text after the message."""
 
 
 _NUMBERED_CALL = "<|tool_call_argument_begin|>"
@@ -111,9 +110,11 @@ class ChatTemplate:
             "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
         }
         template = self._tool_template if body.offered_tools else self._template
+        mark = ""
         variables = {**_variables(body, {"messages": None, **self._special_tokens, **fixed}), **fixed}
 
         def attempt(*, text_arguments: bool) -> MarkedText:
+            nonlocal mark
             given = variables | {"messages": self._messages(body, text_arguments=text_arguments)}
             given, mark = spellings.mark(given, continues=body.continue_final_message is True)
             return spellings.settle(_render(template, given | self._special_tokens, limits), mark)
@@ -127,17 +128,18 @@ class ChatTemplate:
         except ApiError:
             raise
         except _TemplateRaised as error:
-            raise TemplateRefusedError(str(error.message)[:_MAX_REASON]) from None
+            said = unmarked(str(error.message), mark)[:_MAX_REASON]
+            raise TemplateRefusedError(f"line {_line_of(error, template)}: {said}") from None
         except (OverBudget, Refused) as error:
             raise TooMuchWorkError(f"line {_line_of(error, template)}: {error}") from None
         except Exception as error:  # noqa: BLE001 - a template can raise anything
-            cause = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+            cause = unmarked(f"{type(error).__name__}: {error}", mark)[:_MAX_REASON]
             raise TemplateRefusedError(
                 f"line {_line_of(error, template)}: it cannot render these messages ({cause})"
             ) from None
         if not body.continue_final_message:
             return prompt
-        return replace(prompt, text=_cut(prompt.text, str(body.messages[-1].content)))
+        return replace(prompt, text=_cut(prompt.text))
 
     def takes_apart(self, text: str) -> bool:
         """Whether the template looks for the text in an assistant's message, as for the end of reasoning."""
@@ -164,6 +166,7 @@ class ChatTemplate:
             _number_calls(messages)
         if body.continue_final_message:
             messages[-1]["content"] += _END_MARK
+        messages = messages if self.traits.has_system else said_by_user(messages)
         return messages if self.traits.takes_calls_together else one_call_each(messages)
 
     def _as_dict(self, message: ChatMessage, *, text_arguments: bool, continues: bool) -> dict[str, Any]:
@@ -177,6 +180,8 @@ class ChatTemplate:
             content = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
         elif content is None:
             content = ""  # many templates concatenate it
+        if not (content or continues or message.tool_calls or traits.takes_empty_answers or role != "assistant"):
+            content = [{"type": "text", "text": ""}]
         withholds_thinking = message.tool_calls and content and not traits.takes_thinking_beside_text
         fields = {
             "role": role,
@@ -260,16 +265,15 @@ def _tool_call(call: MessageToolCall, *, as_text: bool) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _cut(text: str, content: str) -> str:
+def _cut(text: str) -> str:
     """Cut the prompt after the last message, before what the template writes after it.
 
-    White space at the message's end is kept where the template keeps it, as in transformers.
+    White space at the message's end is kept, also where the template trims: the client wants it continued.
     """
-    end = text.rfind(_END_MARK.rstrip())
+    end = text.rfind(_END_MARK)
     if end < 0:
         raise TemplateRefusedError("it changes the final message, so the message cannot be continued")
-    is_trimmed = not text.startswith(_END_MARK, end) and content.strip()
-    return text[:end].rstrip() if is_trimmed else text[:end]
+    return text[:end]
 
 
 def read_chat_template(model_dir: Path, tokenizer_config: Mapping[str, Any], name: str = "default") -> str | None:

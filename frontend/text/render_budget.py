@@ -66,6 +66,8 @@ class RenderBudget:
         self._sizes: dict[int, int] = {}
         self._measured: list[object] = []
         """Keeps measured containers alive: their addresses are keys of _sizes."""
+        self._input_lists: frozenset[int] = frozenset()
+        """Addresses of the lists in the inputs, once a list is changed."""
 
     def spend(self, units: int) -> None:
         """Count work before it is done. Raises OverBudget."""
@@ -92,7 +94,7 @@ class RenderBudget:
     def size(self, value: object) -> int:
         """Return the units of a value written as a tree, the most that comparing, hashing or writing it can take.
 
-        A container is measured once: the sandbox lets no template change one.
+        A container is measured once, and again after `change`.
         """
         if isinstance(value, str):
             return 1 + len(value) // BYTES_PER_UNIT
@@ -132,6 +134,18 @@ class RenderBudget:
         if self._makes_containers:
             self.spend(ESCAPED_UNITS * self.size(value))
 
+    def change(self, values: list[Any], given: tuple[object, ...]) -> None:
+        """Count a change of a list by these arguments. Raises OverBudget, and Refused unless the template made the list
+        and it gets texts and numbers: so no list contains itself."""
+        if not self._input_lists:
+            self.spend(self.size(self._inputs))
+            self._input_lists = frozenset(_lists_in(self._inputs))
+        if id(values) in self._input_lists or not all(isinstance(value, str | int | float | None) for value in given):
+            raise Refused("a template adds texts and numbers to its own lists only")
+        self.spend(ELEMENT_UNITS + len(values) // BYTES_PER_UNIT)
+        self._sizes.clear()
+        self._measured.clear()
+
     def metered(self, value: Any) -> Any:
         """Count the elements of what becomes a list, before there is one. Raises OverBudget."""
         if isinstance(value, str):
@@ -152,3 +166,11 @@ class RenderBudget:
         for value in values:
             if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
                 raise Refused(f"an argument is {str(value)[:20]}; the limit is {MAX_ARGUMENT}")
+
+
+def _lists_in(value: object) -> Iterator[int]:
+    if isinstance(value, list):
+        yield id(value)
+    if isinstance(value, dict | list):
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _lists_in(element)

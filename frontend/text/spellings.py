@@ -38,7 +38,7 @@ class MarkedText:
 
     @property
     def plain(self) -> str:
-        return self.text.replace(self.mark, "") if self.mark else self.text
+        return unmarked(self.text, self.mark)
 
 
 class Spellings:
@@ -155,6 +155,11 @@ def _marked(value: Any, expressions: _Expressions, mark: str) -> Any:
             _marked(name, expressions, mark): _marked(element, expressions, mark) for name, element in value.items()
         }
     return value
+
+
+def unmarked(text: str, mark: str) -> str:
+    """Return a text without the mark, also as JSON and Python may write it."""
+    return text.replace(mark, "").replace(_escaped(mark), "") if mark else text
 
 
 def _escaped(mark: str) -> str:

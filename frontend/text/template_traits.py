@@ -40,11 +40,13 @@ class TemplateTraits:
     part_roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
     """Roles whose content the template takes as a list of parts. Others receive their texts joined."""
     has_system: bool = True
-    """Whether the template shows messages of the role system."""
+    """Whether the template shows messages of the role system. If not, the user says what they say."""
     has_developer: bool = True
     """Whether the template shows messages of the role developer."""
     takes_calls_together: bool = True
     """Whether the template shows several calls of one message."""
+    takes_empty_answers: bool = True
+    """Whether a message of the assistant may be the empty text. If not, it is a part with that text."""
     takes_thinking_beside_text: bool = True
     """Whether a message with calls may have a text and `thinking`."""
 
@@ -59,6 +61,9 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
         has_calls = any(message.tool_calls for message in messages)
         return render(ChatBody(messages=list(messages), tools=[_TOOL] if has_calls else None))
 
+    def shows_answer(content: str | list[ContentPart]) -> bool:
+        return shown(_QUESTION, ChatMessage("assistant", content), _QUESTION) is not None
+
     chats = {
         "system": (ChatMessage("system", _PARTS), _QUESTION),
         "user": (ChatMessage("user", _PARTS),),
@@ -72,9 +77,10 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
     alone = shown(_QUESTION, _CALLING)
     return TemplateTraits(
         part_roles=frozenset(role for role, chat in chats.items() if _has_texts_only(shown(*chat))),
-        has_system=system is not None and _FIRST in system,
+        has_system=_FIRST in (system or "") or shown(_QUESTION) is None,
         has_developer=mentions_developer and developer is not None and _FIRST in developer,
         takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
+        takes_empty_answers=shows_answer("") or not shows_answer([ContentPart("text", "")]),
         takes_thinking_beside_text=alone is None or shown(_QUESTION, thoughtful) is not None,
     )
 
@@ -110,3 +116,24 @@ def one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             written.append(message)
     return written + calls
+
+
+def said_by_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put what system messages say before what the user says next."""
+    written: list[dict[str, Any]] = []
+    texts: list[str] = []
+    place = 0
+    for message in messages:
+        if message["role"] == "system":
+            place = place if texts else len(written)
+            texts.append(message["content"])
+        elif message["role"] == "user" and texts:
+            said, content = "\n\n".join((*texts, "")), message["content"]
+            joined = said + content if isinstance(content, str) else [{"type": "text", "text": said}, *content]
+            written.append({**message, "content": joined})
+            texts = []
+        else:
+            written.append(message)
+    if texts:
+        written.insert(place, {"role": "user", "content": "\n\n".join(texts)})
+    return written

@@ -1,4 +1,7 @@
-"""The bytes of single tokens. They may be parts of characters; a decoder returns only the text of several tokens."""
+"""The bytes of single tokens. They may be parts of characters; a decoder returns only the text of several tokens.
+
+And which tokens spell a text within a longer one.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,20 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from penstock.process.native_libraries import GuardedTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"
 _CACHE_SIZE = 1 << 16
+_BETWEEN = b"\xff"
+"""Stands between tokens; no UTF-8 text contains it."""
+_MAX_TAIL_TOKENS = 20
+"""llama.cpp's."""
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -40,6 +51,10 @@ class TokenBytes:
         """Return a token's bytes; empty for an id without a token. Vocabularies are often padded with such ids."""
         return self.text_and_bytes(token_id)[1]
 
+    def all(self, num_tokens: int) -> list[bytes]:
+        """Return the bytes of the tokens below num_tokens, without a place in the cache."""
+        return [self._bytes(token_id) for token_id in range(num_tokens)]
+
     def _text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
         raw = self._bytes(token_id)
         return raw.decode(errors="replace"), raw
@@ -56,3 +71,36 @@ class TokenBytes:
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes((int(byte[1], 16),))
         return token.replace(_SPACE_MARK, " ").encode()
+
+
+class BreakerSearch:
+    """Finds DRY's sequence breakers as llama.cpp does. All tokens' bytes are in one, so a search takes milliseconds."""
+
+    def __init__(self, tokens: Sequence[bytes], encode: Callable[[list[str]], list[list[int]]]) -> None:
+        """tokens by id. encode adds no special tokens."""
+        self._encode = encode
+        self._text = _BETWEEN.join([b"", *tokens, b""])
+        self._starts = np.cumsum([1, *(len(token) + 1 for token in tokens)])
+
+    def find(self, texts: Sequence[str]) -> bytes:
+        """Return int32 ids, each run followed by -1.
+
+        A run is a token that contains a text, or one that ends with the text's beginning and the tokens of its rest.
+        """
+        flat: list[int] = []
+        for text in texts:
+            whole = self._containing(text.encode())
+            flat += [each for token in sorted(whole) for each in (token, -1)]
+            tails = self._encode([text[end:] for end in range(1, len(text))])
+            for end, tail in enumerate(tails, 1):
+                heads = self._containing(text[:end].encode() + _BETWEEN) - whole
+                flat += [each for token in sorted(heads) for each in (token, *tail[:_MAX_TAIL_TOKENS], -1)]
+        return np.array(flat, np.int32).tobytes()
+
+    def _containing(self, piece: bytes) -> set[int]:
+        """The tokens in which the piece begins."""
+        places, place = [], self._text.find(piece)
+        while place >= 0:
+            places.append(place)
+            place = self._text.find(piece, place + 1)
+        return set((np.searchsorted(self._starts, places, side="right") - 1).tolist())

@@ -16,7 +16,7 @@ from penstock.frontend.text.chat_template import ChatTemplate, read_chat_templat
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.spellings import Spellings
-from penstock.frontend.text.token_bytes import TokenBytes
+from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 
@@ -39,6 +39,9 @@ _NORMALIZER_SHRINKS = 4
 """Normalization (NFC) turns at most this many characters into one."""
 
 
+_MAX_KEPT_BREAKERS = 64
+
+
 class ModelTokenizer:
     """The tokenizer of one model, with its chat template if it has one."""
 
@@ -56,14 +59,22 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
-        special = [token.content for token in added.values() if token.special]
-        own = [text for text in special if chat_template is not None and chat_template.takes_apart(text)]
-        self.spellings = Spellings(special, own)
+        self._special = [token.content for token in added.values() if token.special]
+        self._own = {text for text in self._special if chat_template is not None and chat_template.takes_apart(text)}
+        self._spellings: dict[tuple[str, ...], Spellings] = {}
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
+        self._breakers: dict[tuple[str, ...], bytes] = {}
+        self._breaker_search: BreakerSearch | None = None
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def spellings(self, own: tuple[str, ...] = ()) -> Spellings:
+        """Return the texts of special tokens. own: those that the server writes into an assistant's message."""
+        if own not in self._spellings:
+            self._spellings[own] = Spellings(self._special, self._own.union(own))
+        return self._spellings[own]
 
     @classmethod
     def load(cls, model_dir: Path, template_file: Path | None = None) -> ModelTokenizer:
@@ -126,6 +137,21 @@ class ModelTokenizer:
                 ]
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
+
+    async def breaker_tokens(self, texts: tuple[str, ...]) -> bytes:
+        """Return DRY's breakers, see `BreakerSearch.find`. The search takes no time of the event loop."""
+        if (found := self._breakers.get(texts)) is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._long_texts, self._find_breakers, texts)
+            if len(self._breakers) >= _MAX_KEPT_BREAKERS:
+                self._breakers.clear()
+            self._breakers[texts] = found
+        return found
+
+    def _find_breakers(self, texts: tuple[str, ...]) -> bytes:
+        if self._breaker_search is None:
+            tokens = self.token_bytes.all(1 + max(self._tokenizer.get_vocab().values(), default=0))
+            self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
+        return self._breaker_search.find(texts)
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool

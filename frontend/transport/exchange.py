@@ -294,7 +294,7 @@ class Exchange(Abortable):
         """Send the error object with its status, however much of the body has been read."""
         status, body = self.error_format.describe(error, self.request_id)
         is_slow = error.kind is ErrorKind.TOO_SLOW
-        if self._body_read or (self._rest_is_small() and not is_slow):
+        if self._body_read or (self._outlives_rest() and not is_slow):
             await self.respond(status, body, error.headers)
             return
         length = (b"content-length", b"%d" % len(body))
@@ -318,10 +318,12 @@ class Exchange(Abortable):
         _, body = self.error_format.describe(error, self.request_id)
         await self.send(self.error_format.event_name + b"data: " + body + b"\n\n", more=False)
 
-    def _rest_is_small(self) -> bool:
-        """Whether the server may discard the rest of the body as it arrives and keep the connection."""
+    def _outlives_rest(self) -> bool:
+        """Whether the connection stays open and drops the rest of the body, which is small, as it arrives."""
         declared = self.header(b"content-length")
-        return declared is not None and int(declared) <= _SMALL_BODY_BYTES and self.header(b"expect") is None
+        if declared is None or int(declared) > _SMALL_BODY_BYTES or self.header(b"expect") is not None:
+            return False
+        return self.scope["http_version"] != "1.0" and b"close" not in (self.header(b"connection") or b"").lower()
 
     async def _discard_body(self) -> None:
         num_bytes = 0

@@ -92,6 +92,10 @@ class Incomplete(Generic[Item]):
             if not of_address:
                 del self._since_s[address]
 
+    def older(self, since_s: float) -> list[Item]:
+        """Return the items that were added at this time or before."""
+        return [item for of_address in self._since_s.values() for item, at_s in of_address.items() if at_s <= since_s]
+
     def make_room(self, address: bytes, now_s: float) -> bool:
         """Displace the oldest item of the address that has the most, for a new item of the given address.
 

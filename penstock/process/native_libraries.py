@@ -1,6 +1,7 @@
 """Native libraries that panic: a panic is a BaseException, which would end the process. Here it becomes an exception.
 
-The tokenizers library is used through `GuardedTokenizer` only. It is imported late: most processes need none.
+The tokenizers library is used through `GuardedTokenizer` only. It is imported late: most processes need none. Calls
+that are made for every token of a request have a `try` of their own around them, which costs nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +36,19 @@ def guarded(call: Callable[_P, _T]) -> Callable[_P, _T]:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
-            # Each library has a PanicException of its own, which cannot be imported.
-            if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
-                raise LibraryError(" ".join(str(error).split())[:_MAX_REASON]) from None
-            raise
+            if (reason := reason_of_panic(error)) is None:
+                raise
+            raise LibraryError(reason) from None
 
     return guarded_call
+
+
+def reason_of_panic(error: BaseException) -> str | None:
+    """Return why a library gave up, in one line; None for any other error."""
+    # Each library has a PanicException of its own, which cannot be imported.
+    if type(error) is Exception or type(error).__module__ == "pyo3_runtime":
+        return " ".join(str(error).split())[:_MAX_REASON]
+    return None
 
 
 @contextlib.contextmanager

@@ -66,7 +66,8 @@ class ChildSpec:
     waiting process take its place (`standby.wait_for_turn`).
     """
     may_die_often: bool = False
-    """After its start it is restarted for as long as the others run, however often it dies."""
+    """After its start it is restarted, however often it dies. Without is_up the start lasts until it has run for
+    settle_s once."""
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
@@ -99,6 +100,8 @@ class Child:
     restart_at_s: float = 0.0
     """Monotonic; valid while process is None."""
     has_settled: bool = False
+    was_killed: bool = False
+    """A signal has ended it once: its start had not failed by itself."""
     quick_deaths: int = 0
     is_kept: bool = True
     """It is restarted when it ends."""
@@ -325,11 +328,12 @@ class Supervisor:
         child.process = None
         has_settled = now_s - child.started_s >= self._settle_s
         ended = f"{child.spec.name} {describe_end(returncode)}"
-        is_starting = self._is_up is not None or not (has_settled or child.has_settled)
+        is_starting = self._is_up is not None or not (has_settled or child.has_settled or child.was_killed)
         if returncode > 0 and is_starting:
             self._log(f"{ended} during its start; stopping")
             return False
-        child.has_settled |= has_settled or returncode < 0
+        child.has_settled |= has_settled
+        child.was_killed |= returncode < 0
         child.quick_deaths = 0 if has_settled else min(child.quick_deaths + 1, _MOST_QUICK_DEATHS)
         if child.quick_deaths > self._max_quick_deaths and not (child.spec.may_die_often and child.has_settled):
             self._log(f"{ended}, {child.quick_deaths} times in a row within {self._settle_s:g} s; stopping")

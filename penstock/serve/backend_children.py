@@ -132,9 +132,13 @@ class BackendChildren:
                 recorder_fd = create_fd(options.flight_recorder)
             weights = None if self.weights is None else self.weights.open(options)
             hand_over = os.memfd_create("penstock-hand-over") if beside is None else os.dup(beside.hand_over)
+            known = beside or before
+            adapters_fd = os.memfd_create("penstock-adapters") if known is None else os.dup(known.adapters_fd)
         except (StartupError, OSError) as error:
             raise CannotStart(str(error)) from error
-        return PreparedBackend(self, options, Heartbeat.create(), hand_over, recorder_fd, weights, pages_fd)
+        return PreparedBackend(
+            self, options, Heartbeat.create(), hand_over, adapters_fd, recorder_fd, weights, pages_fd
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,8 @@ class PreparedBackend:
     heartbeat: Heartbeat
     hand_over: int
     """fd of the memory for pages that this backend and its successor have in common."""
+    adapters_fd: int
+    """fd of the list of adapters that were loaded at run time."""
     recorder_fd: int | None
     weights: FdMailbox | None = None
     pages_fd: int | None = None
@@ -161,9 +167,10 @@ class PreparedBackend:
             weights_fds=() if self.weights is None else self.weights.fds,
             persist_kv_fd=self.pages_fd,
             hand_over_fd=self.hand_over,
+            adapters_fd=self.adapters_fd,
             **changes,
         )
-        fds = [self.heartbeat.fd, self.hand_over, *(() if self.weights is None else self.weights.fds)]
+        fds = [self.heartbeat.fd, self.hand_over, self.adapters_fd, *(() if self.weights is None else self.weights.fds)]
         crash_files = None
         if self.pages_fd is not None:
             fds.append(self.pages_fd)
@@ -203,7 +210,7 @@ class PreparedBackend:
         self.heartbeat.close()
         if self.common.weights is not None and self.weights is not None:
             self.common.weights.release(self.weights)
-        for fd in (self.hand_over, self.recorder_fd, self.pages_fd):
+        for fd in (self.hand_over, self.adapters_fd, self.recorder_fd, self.pages_fd):
             if fd is not None:
                 os.close(fd)
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 _ALWAYS = "this is always so and needs no option"
 _ONE_GPU = "a backend uses one GPU; start a server for each GPU"
-_LORA = "use --lora-modules NAME=DIR for each adapter; requests choose one by that name as their model"
-_LORA_LIMITS = "all adapters of --lora-modules are loaded at start; ranks up to 512 need no option"
+_LORA = "use --lora-modules NAME=DIR for each, or --lora-dir DIR to load them later; requests name one as their model"
+_LORA_LIMITS = "up to 256 adapters of ranks up to 512 need no option; --lora-budget limits those that are loaded later"
 _DRAFTS = "there is no speculative decoding"
 _CHOSEN = "the server chooses; no option is needed"
 _REPLICAS = "use --replicas, or --gpu with several devices such as 0,1: each is a replica with all of the model"

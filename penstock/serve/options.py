@@ -203,6 +203,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
             served_model_name=None,
             lora_modules=(),
+            lora_dir=None,
             max_context=None,
             socket=options.socket.with_name(f"{options.socket.stem}-{role}{options.socket.suffix}"),
         )

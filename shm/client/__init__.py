@@ -15,10 +15,11 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.pooled_matrix import pool_into
 from penstock.shm.client.replicas.replica_set import ReplicaSet, backends_of, clients_of
 from penstock.shm.client.replicas.socket_directory import SocketDirectory
-from penstock.shm.client.request import GenerationRequest
+from penstock.shm.client.request import GenerationRequest, Question
 from penstock.shm.client.streams.pooled import PooledFailed, PooledRequest, PooledResult, PooledStream
 from penstock.shm.client.streams.token_stream import AnswerStream, LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import (
+    AdapterChange,
     BufferContent,
     BufferKind,
     BufferRequest,
@@ -43,6 +44,7 @@ ServingClient: TypeAlias = BackendClient | ReplicaSet
 """A client of one backend or of several, which serve requests in the same way."""
 
 __all__ = [
+    "AdapterChange",
     "AnswerStream",
     "BackendClient",
     "BackendUnavailable",
@@ -70,6 +72,7 @@ __all__ = [
     "PooledResult",
     "PooledStream",
     "Progress",
+    "Question",
     "Quote",
     "QuoteTerms",
     "ReplicaSet",

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.client.request import GenerationRequest
+    from penstock.shm.client.request import GenerationRequest, Question
     from penstock.shm.client.session import Session
     from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import AskQuote, Generate, Pool, QuoteTerms, RequestName, StreamQuestion
+    from penstock.shm.messages import Adapter, AskQuote, Generate, Pool, QuoteTerms
 
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
@@ -90,6 +90,7 @@ class BackendClient:
             self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
         )
         self._streams.on_shutting_down = self._wait_for_next_backend
+        self._streams.on_adapters = self._take_adapters
         self._resubmission = Resubmission(self._streams, self._outbox, self._held, self._counters, resume_timeout_s)
         self._next_send: asyncio.Handle | None = None
         self._membership = membership
@@ -230,11 +231,8 @@ class BackendClient:
         """Ask when the request would finish; it does not run. Raises as `submit` does, and is never held."""
         return self._start(AnswerStream, request, partial(request.to_quote, terms), may_hold=False)
 
-    def ask(self, question: RequestName | StreamQuestion, deadline_s: float | None = None) -> AnswerStream:
-        """Cancel another request, or ask about a stream that lingers. Raises as `submit` does, and is never held.
-
-        deadline_s is the time.monotonic() at which the answer ends EXPIRED.
-        """
+    def ask(self, question: Question, deadline_s: float | None = None) -> AnswerStream:
+        """Send a question, which is never held, as `submit` does. At deadline_s (monotonic) it ends EXPIRED."""
         self._capacity.check(b"", may_share=True, may_hold=False)
         message = question_message(self._next_request_id, question)
         stream = AnswerStream(message, array("i"), self._abandon, deadline_s, turns=self._turns)
@@ -365,6 +363,11 @@ class BackendClient:
             self._resubmission.resume()
         else:
             self._streams.fail_all()
+
+    def _take_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        if self._model is not None:
+            self._model = msgspec.structs.replace(self._model, adapters=adapters)
+            self._membership.accept(self._model)
 
     def _detach(self) -> None:
         self._capacity.outage.begin()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.messages import (
     MAX_CONTEXT_TOKENS,
+    AdapterChange,
     AskQuote,
     AskStream,
     BufferContent,
     CancelOther,
+    ChangeAdapter,
     Constraints,
     Generate,
     Grammar,
@@ -135,8 +137,14 @@ class GenerationRequest:
         return checked(AskQuote.of(self.to_message(request_id, num_prompt_tokens), terms))
 
 
-def question_message(request_id: int, question: RequestName | StreamQuestion) -> CancelOther | AskStream:
-    """The message that cancels another request, or asks about a stream. Raises ValueError."""
+Question: TypeAlias = RequestName | StreamQuestion | AdapterChange
+"""Another request to cancel, a question about a stream, or an adapter to load or unload."""
+
+
+def question_message(request_id: int, question: Question) -> CancelOther | AskStream | ChangeAdapter:
+    """Raises ValueError."""
+    if isinstance(question, AdapterChange):
+        return checked(ChangeAdapter(request_id=request_id, change=question))
     if isinstance(question, RequestName):
         return checked(CancelOther(request_id=request_id, target=question))
     return checked(AskStream(request_id=request_id, question=question))

@@ -25,6 +25,7 @@ from penstock.shm.messages import (
     AskStream,
     Cancel,
     CancelOther,
+    ChangeAdapter,
     Credit,
     EventLogprobs,
     Failure,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import BufferExporter
     from penstock.shm.link.connected_frontend import ConnectedFrontend
     from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import ModelCard
+    from penstock.shm.messages import Adapter, ModelCard
 
 logger = logging.getLogger("penstock.link")
 
@@ -213,7 +214,7 @@ class BackendLink:
             case PoolBatch(inputs):
                 for pool in inputs:
                     self._take_prompt(frontend, pool)
-            case CancelOther() | AskStream():
+            case CancelOther() | AskStream() | ChangeAdapter():
                 frontend.open(message)
                 self._events.append(Question(frontend.epoch, message))
             case Cancel(request_id, noticed_ns, keep):
@@ -343,6 +344,11 @@ class BackendLink:
         if (target := self._frontends.get(frontend)) is not None:
             self._pending[frontend] = target
             target.add_room()
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Tell all frontends, present and future."""
+        self._table.announce_adapters(adapters)
+        self._pending.update(self._frontends)
 
     def flush(self) -> None:
         """Send what credit allows, one message per frontend and step, and keep the rest in order.

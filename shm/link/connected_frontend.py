@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
     from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.shm.messages import BufferReturn, PromptHeader, Request
+    from penstock.shm.messages import Adapter, BufferReturn, PromptHeader, Request
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25
@@ -108,6 +108,7 @@ class ConnectedFrontend:
         """Events in messages that have been sent."""
         self._returned: list[BufferReturn] = []
         self._has_room = False
+        self._adapters: tuple[Adapter, ...] | None = None
         self.arena_slots, self.arena_slot_bytes = arena.geometry(max_context_tokens)
         with ExitStack() as mappings, ExitStack() as fds:
             self.arena_fd = arena.create_fd(self.arena_slots, self.arena_slot_bytes)
@@ -210,9 +211,9 @@ class ConnectedFrontend:
 
     @property
     def num_unsent(self) -> int:
-        """Unsent events, log probabilities of prompts, parts of vectors, returned buffers, and the note of room."""
+        """Unsent events, log probabilities of prompts, parts of vectors, returned buffers, and notes."""
         num_parts = len(self._prompt_logprobs) + len(self._vectors) + len(self._records)
-        return len(self._finishes) + num_parts + len(self._returned) + self._has_room
+        return len(self._finishes) + num_parts + len(self._returned) + self._has_room + (self._adapters is not None)
 
     @property
     def is_due(self) -> bool:
@@ -285,6 +286,10 @@ class ConnectedFrontend:
         """Add a note that the wait queue has places again (`StepOutputs.has_room`)."""
         self._is_urgent = self._has_room = True
 
+    def add_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Add the note which adapters the model has (`StepOutputs.adapters`)."""
+        self._is_urgent, self._adapters = True, adapters
+
     def next_outputs(self) -> StepOutputs:
         """The first unsent events, as many as fit one message; they stay until `sent`.
 
@@ -311,6 +316,7 @@ class ConnectedFrontend:
             record=self._records[0][1] if self._records else None,
             progress=tuple(self._progress[:MAX_EVENTS_PER_MESSAGE]),
             has_room=self._has_room,
+            adapters=self._adapters,
         )
 
     def _num_next_vectors(self) -> int:
@@ -349,7 +355,7 @@ class ConnectedFrontend:
         self.credit -= 1
         self.waiting_since_s = None
         self._returned.clear()
-        self._has_room = False
+        self._has_room, self._adapters = False, None
         count, num_vectors = self._num_next(), self._num_next_vectors()  # before their inputs change
         self._num_sent += count
         for _ in range(num_vectors):

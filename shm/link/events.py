@@ -9,7 +9,7 @@ from penstock.shm.messages import Keep, PromptHeader
 
 if TYPE_CHECKING:
     from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.messages import AskStream, CancelOther
+    from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter
 
 MessageT = TypeVar("MessageT", bound=PromptHeader)
 MessageT_co = TypeVar("MessageT_co", bound=PromptHeader, covariant=True)
@@ -49,10 +49,10 @@ def carries(submission: Submission[Any], kind: type[MessageT]) -> TypeGuard[Subm
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request without a prompt, which concerns other requests."""
+    """A request without a prompt, which runs nothing."""
 
     frontend: int
-    message: CancelOther | AskStream
+    message: CancelOther | AskStream | ChangeAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.shm.buffers.buffer_export import BufferRequestRefused
 from penstock.shm.link.connected_frontend import ConnectedFrontend
 from penstock.shm.link.rendezvous import Rendezvous
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.shm.link.rendezvous import ControlConnection
     from penstock.shm.memory.board import BackendBoard
     from penstock.shm.memory.ledger import Ledger
+    from penstock.shm.messages import Adapter
 
 
 @dataclass(slots=True)
@@ -133,6 +136,12 @@ class FrontendTable:
     def _release_buffers(self, buffers: ExportedBuffers | None, *, has_closed: bool) -> None:
         if buffers is not None and self._exporter is not None:
             self._exporter.release_client(buffers, has_closed=has_closed)
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        """Note the model's adapters for all frontends, and for those that come."""
+        self._card = msgspec.structs.replace(self._card, adapters=adapters)
+        for frontend in self.by_epoch.values():
+            frontend.add_adapters(adapters)
 
     def remove(self, frontend: ConnectedFrontend) -> None:
         """Disconnect a frontend and free its memory. Call once per frontend."""

@@ -7,6 +7,7 @@ and `outputs`; a connection begins with the messages of `handshake`.
 """
 
 from penstock.shm.messages.bounds import (
+    MAX_BREAKER_BYTES,
     MAX_CONTEXT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_INLINE_PROMPT_TOKENS,
@@ -70,11 +71,13 @@ from penstock.shm.messages.outputs import (
     VectorPart,
 )
 from penstock.shm.messages.requests import (
+    AdapterChange,
     ArenaRef,
     AskQuote,
     AskStream,
     Cancel,
     CancelOther,
+    ChangeAdapter,
     Constraints,
     Credit,
     Generate,
@@ -93,6 +96,7 @@ from penstock.shm.messages.requests import (
 
 __all__ = [
     "MAX_ADAPTERS",
+    "MAX_BREAKER_BYTES",
     "MAX_CARD_BYTES",
     "MAX_CONTEXT_TOKENS",
     "MAX_GRAMMAR_CHARACTERS",
@@ -114,6 +118,7 @@ __all__ = [
     "NO_TOKEN",
     "PROTOCOL_VERSION",
     "Adapter",
+    "AdapterChange",
     "ArenaRef",
     "AskQuote",
     "AskStream",
@@ -126,6 +131,7 @@ __all__ = [
     "BuffersClosed",
     "Cancel",
     "CancelOther",
+    "ChangeAdapter",
     "Constraints",
     "ContentSpec",
     "Credit",

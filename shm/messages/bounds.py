@@ -17,9 +17,11 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_GRAMMAR_CHARACTERS = 32 << 10
 MAX_RECORD_BYTES = 1 << 20
 """Bytes of a stream's record, which a frontend keeps in the backend to write the stream again."""
-MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_RECORD_BYTES
-"""Largest message to the backend: a Generate with an inline prompt, full constraints, a grammar of four-byte characters
-and the record of a stream; or MAX_POOL_BATCH inputs with inline prompts."""
+MAX_BREAKER_BYTES = 128 << 10
+"""Token ids of a request's DRY breakers."""
+MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_BREAKER_BYTES + MAX_RECORD_BYTES
+"""Largest message to the backend: a Generate with an inline prompt, full constraints, a grammar of four-byte
+characters, breakers and the record of a stream; or MAX_POOL_BATCH inputs with inline prompts."""
 MAX_POOL_BATCH = 64
 """Inputs of one message."""
 MAX_TO_FRONTEND_BYTES = (4 << 20) + MAX_RECORD_BYTES

@@ -18,6 +18,7 @@ from penstock.shm.messages.bounds import (
     TokenId,
 )
 from penstock.shm.messages.buffers import BufferReturn
+from penstock.shm.messages.handshake import MAX_ADAPTERS, Adapter
 from penstock.shm.messages.linger import StreamRecord
 
 NO_TOKEN = -1
@@ -69,6 +70,10 @@ class FailureCode(enum.IntEnum):
     """Another request reads the stream now."""
     NO_ADAPTER = 14
     """The backend does not have the request's adapter."""
+    NOT_SAMPLED = 15
+    """The forward pass does not know a parameter; text is its name."""
+    BAD_ADAPTER = 16
+    """The adapter cannot be loaded; text names the field and says why."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -192,3 +197,5 @@ class StepOutputs(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fi
     progress: Annotated[tuple[Progress, ...], Meta(max_length=MAX_STEP_EVENTS)] = ()
     has_room: bool = False
     """The wait queue has places again, after it has refused a pooled request of this frontend."""
+    adapters: Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)] | None = None
+    """All adapters of the model, if they have changed since the frontend learned of them."""

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from penstock.shm.messages.bounds import (
     I31,
+    MAX_BREAKER_BYTES,
     MAX_CONTEXT_TOKENS,
     MAX_GRAMMAR_CHARACTERS,
     MAX_INLINE_PROMPT_TOKENS,
@@ -50,6 +51,16 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    dry_multiplier: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    dry_base: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.75
+    dry_allowed_length: I31 = 2
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=MAX_CONTEXT_TOKENS)] = -1
+    dry_breakers: Annotated[bytes, Meta(max_length=MAX_BREAKER_BYTES)] = b""
+    xtc_probability: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    xtc_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
+    top_n_sigma: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    dynatemp_range: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    dynatemp_exponent: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
     logit_bias: Annotated[
         tuple[tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], ...], Meta(max_length=300)
     ] = ()
@@ -58,6 +69,12 @@ class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
     """Top log probabilities per generated token; -1 for none."""
     logprob_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_LOGPROB_TOKEN_IDS)] = ()
     """Report these tokens instead of the top ones. No effect if num_logprobs is -1."""
+
+    @property
+    def llama_cpp_field(self) -> str | None:
+        """A field that only passes with `PassSpec.has_llama_cpp_sampling` know; None if none has an effect."""
+        fields = ("dry_multiplier", "xtc_probability", "top_n_sigma", "dynatemp_range")
+        return next((name for name in fields if getattr(self, name)), None)
 
     @property
     def num_reported(self) -> int:
@@ -242,7 +259,22 @@ class AskStream(QuestionHeader, frozen=True, kw_only=True, tag=8):
     question: StreamQuestion
 
 
-Request: TypeAlias = Generate | Pool | AskQuote | CancelOther | AskStream
+class AdapterChange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An adapter to load from a directory, or to unload."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=512)]
+    directory: Annotated[str, Meta(max_length=4096)] = ""
+    """Empty to unload it."""
+
+
+class ChangeAdapter(QuestionHeader, frozen=True, kw_only=True, tag=9):
+    """Load or unload an adapter for the operator. It ends as STOP once all frontends were told, or as REJECTED."""
+
+    change: AdapterChange
+
+
+Question: TypeAlias = CancelOther | AskStream | ChangeAdapter
+Request: TypeAlias = Generate | Pool | AskQuote | Question
 
 
 class PoolBatch(Struct, frozen=True, array_like=True, tag=4, forbid_unknown_fields=True):

@@ -17,6 +17,7 @@ from penstock.backend.passes.fake import FakePass
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
+    Adapter,
     AskQuote,
     EventLogprobs,
     Failure,
@@ -106,6 +107,11 @@ class ScriptedLink(DroppingLink):
         self.dead: set[int] = set()
         self.announced: list[int] = []
         """Frontends that learned that there is room."""
+        self.adapters: tuple[Adapter, ...] | None = None
+        """As frontends learned them; None before the first change."""
+
+    def announce_adapters(self, adapters: tuple[Adapter, ...]) -> None:
+        self.adapters = adapters
 
     def push(
         self,

@@ -1,4 +1,4 @@
-"""A server of the demo models and a reranker, for client libraries that have a virtual environment of their own."""
+"""Servers for client libraries that have a virtual environment of their own: demo models, a reranker, a real model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from demo_models import EMBEDDING, GENERATION, RERANK
+from demo_models import EMBEDDING, GENERATION, REAL, RERANK
 
-BIN = Path(os.environ.get("PENSTOCK_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
+ROOT = Path(__file__).parents[2]
+BIN = Path(os.environ.get("PENSTOCK_BIN", ROOT / ".venv" / "bin"))
 """The programs of the virtual environment that penstock is installed in."""
 
 
@@ -37,6 +38,15 @@ def scripted_url() -> Iterator[str]:
     """A server of a model that knows its answers, see `scripted_pass`."""
     options = ["--forward-pass", "scripted_pass:ScriptedPass", "--served-model-name", f"{GENERATION},*"]
     with serving(*options, python_path=Path(__file__).parent) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def real_url() -> Iterator[str]:
+    """A server of SmolLM2-135M-Instruct, whose chat template has no tools."""
+    code = "from tests.real_models import SMOLLM2, cache_folder, fetch; print(fetch(SMOLLM2, cache_folder()))"
+    found = subprocess.run([BIN / "python", "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    with serving("--model", found.stdout.strip(), "--served-model-name", REAL) as url:
         yield url
 
 

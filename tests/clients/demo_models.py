@@ -1,6 +1,6 @@
-"""The models of the server, texts whose order its embedding model knows, and the script of a model without weights."""
+"""The models of the servers, texts whose order its embedding model knows, and the script of a model without weights."""
 
-GENERATION, EMBEDDING, RERANK = "penstock-demo", "penstock-demo-embed", "reranker"
+GENERATION, EMBEDDING, RERANK, REAL = "penstock-demo", "penstock-demo-embed", "reranker", "smollm2"
 QUESTION = "How do I join paths?"
 TEXTS = ["Join two or more path components.", "Return the current time in seconds.", "Sort a list in place."]
 """The first one answers QUESTION."""

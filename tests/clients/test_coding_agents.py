@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 from demo_models import ANSWER, OUTPUT
 from test_javascript import NODE_CLIENTS
+from works_with_page import ADDRESS, examples
 
 PACKAGES = NODE_CLIENTS / "node_modules"
-CODEX_CONFIG = """
-model = "penstock-demo"
-model_provider = "penstock"
-
-[model_providers.penstock]
-name = "Penstock"
-base_url = "{url}/v1"
-wire_api = "responses"
-"""
 TASK = "Run the command."
 
 
@@ -57,7 +49,7 @@ def run(argv: list[str], home: Path, **env: str) -> str:
 def test_codex_runs_the_command_and_tells_the_answer(scripted_url: str, tmp_path: Path) -> None:
     config = tmp_path / ".codex" / "config.toml"
     config.parent.mkdir()
-    config.write_text(CODEX_CONFIG.format(url=scripted_url))
+    config.write_text(examples("toml")["Codex CLI"].replace(ADDRESS, scripted_url))
     options = ["--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox"]
     printed = run(["node", str(program("@openai/codex/bin/codex.js")), "exec", *options, TASK], tmp_path)
     events = [json.loads(line) for line in printed.splitlines()]

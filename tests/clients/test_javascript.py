@@ -1,4 +1,7 @@
-"""JavaScript: the SDKs of OpenAI, Vercel and LangChain, each by its quick start (javascript/quick_start.mjs)."""
+"""JavaScript: the SDKs of OpenAI, Anthropic, Vercel and LangChain.
+
+Each by its quick start (javascript/quick_start.mjs), and with tools on a real model (javascript/tools.mjs).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_models import REAL
 
 NODE_CLIENTS = Path(os.environ.get("PENSTOCK_NODE_CLIENTS", Path(__file__).parents[2] / ".venv-clients" / "javascript"))
 """A directory with the packages of javascript/package.json."""
@@ -16,19 +20,31 @@ NODE_CLIENTS = Path(os.environ.get("PENSTOCK_NODE_CLIENTS", Path(__file__).paren
 pytestmark = pytest.mark.skipif(not (NODE_CLIENTS / "node_modules").is_dir(), reason="npm is not installed")
 
 
-@pytest.fixture(params=["openai", "ai-sdk-compatible", "ai-sdk-anthropic", "langchain"])
-def result(request: pytest.FixtureRequest, server_url: str) -> dict[str, Any]:
-    argv = ["node", "quick_start.mjs", request.param, f"{server_url}/v1"]
+CALLERS = [f"{sdk}-{api}" for sdk in ("ai-sdk", "langchain") for api in ("chat", "responses", "anthropic")]
+
+
+def run(*arguments: str) -> Any:
+    argv = ["node", *arguments]
     ended = subprocess.run(argv, cwd=NODE_CLIENTS, capture_output=True, text=True, check=False, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    return {"client": request.param, **json.loads(ended.stdout)}
+    return json.loads(ended.stdout)
 
 
-def test_quick_start_streams_the_same_text_and_calls_a_tool(result: dict[str, Any]) -> None:
+@pytest.mark.parametrize("client", ["openai", "ai-sdk-compatible", "ai-sdk-anthropic", "langchain"])
+def test_quick_start_streams_the_same_text_and_calls_a_tool(client: str, server_url: str) -> None:
+    result = run("quick_start.mjs", client, f"{server_url}/v1")
     assert result["text"]
     assert result["streamed"] == result["text"]
     assert result["call"]["name"] == "weather"
     assert set(result["call"]["arguments"]) == {"city"}
-    if result["client"] == "openai":
+    if client == "openai":
         assert result["lastEvent"] == "response.incomplete"
         assert result["refusal"] == 400
+
+
+@pytest.mark.parametrize("client", [*CALLERS, "ai-sdk-compatible", "openai-chat", "openai-responses", "anthropic"])
+def test_real_model_without_tools_calls_a_function(client: str, real_url: str) -> None:
+    calls = run("tools.mjs", client, real_url, REAL)
+    assert set(calls) == {"auto", "required", "named"}
+    rome = [{"name": "get_weather", "arguments": {"city": "Rome"}}]
+    assert all(made == [rome, rome] for made in calls.values()), calls  # whole and streamed

@@ -26,9 +26,10 @@ from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.serving.server import server_config
 from penstock.process.native_libraries import GuardedTokenizer
-from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, TokenBatch
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, Question, TokenBatch
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
+    AdapterChange,
     FailureCode,
     Finish,
     Keep,
@@ -38,7 +39,6 @@ from penstock.shm.messages import (
     RequestName,
     Sampling,
     StreamName,
-    StreamQuestion,
 )
 from tests.frontend.raw_http import MockTransport, Response, ResponseReader
 
@@ -206,7 +206,7 @@ class FakeBackend:
     """Records of the streams that linger."""
     terms: list[QuoteTerms] = field(default_factory=list)
     """What was asked with each quote."""
-    questions: list[RequestName | StreamQuestion] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
 
     def _check(self) -> None:
         if self.refusal is not None:
@@ -234,11 +234,11 @@ class FakeBackend:
         self.streams.append(stream)
         return stream
 
-    def ask(self, question: RequestName | StreamQuestion, deadline_s: float | None = None) -> FakeStream:
+    def ask(self, question: Question, deadline_s: float | None = None) -> FakeStream:
         self._check()
         no_request = GenerationRequest([0], 1, Sampling(), deadline_s=deadline_s)
         self.questions.append(question)
-        if isinstance(question, RequestName):
+        if isinstance(question, RequestName | AdapterChange):
             return FakeStream(no_request, self.script(no_request))
         record = self.records.get(question.stream)
         if record is None:

@@ -61,6 +61,7 @@ def test_every_option_of_the_server_is_in_a_group(capsys: pytest.CaptureFixture[
     hidden = {
         "--beside-another",
         "--hand-over-fd",
+        "--adapters-fd",
         "--heartbeat-fd",
         "--listen-fd",
         "--models-fd",

@@ -98,25 +98,24 @@ def test_child_that_fails_at_once_is_not_restarted_and_gives_the_exit_status(
     assert "backend exited with status 1 during its start; stopping" in errors
 
 
-def test_child_that_keeps_dying_is_given_up_with_its_status(
-    start: Callable[..., subprocess.Popen[str]],
+@pytest.mark.parametrize("may_die_often", [False, True])
+def test_child_that_keeps_dying_in_its_start_is_given_up_with_its_status(
+    start: Callable[..., subprocess.Popen[str]], may_die_often: bool
 ) -> None:
-    supervisor = start(("worker", SAY + "say('up'); os.kill(os.getpid(), signal.SIGSEGV)", 0))
+    dying = SAY + "say('up'); os.kill(os.getpid(), signal.SIGSEGV)"
+    supervisor = start(("worker", dying, 0), may_die_often=may_die_often)
     output, errors = supervisor.communicate()
     assert supervisor.returncode == 128 + signal.SIGSEGV
     assert output.count("up") == 6
     assert "6 times in a row" in errors
 
 
-def test_child_that_may_die_often_is_restarted_while_another_lives(
-    start: Callable[..., subprocess.Popen[str]],
+@pytest.mark.parametrize("end", ["sys.exit(4)", "os.abort()"])
+def test_child_that_may_die_often_is_restarted_for_as_long_as_the_server_runs(
+    start: Callable[..., subprocess.Popen[str]], end: str
 ) -> None:
     supervisor = start(
-        ("steady", SAY + "signal.pause()", 0),
-        ("frail", SAY + "say('up')\nsys.exit(4)", 0),
-        is_up="lambda: True",
-        settle_s=1000.0,
-        may_die_often=True,
+        ("frail", SAY + f"say('up')\n{end}", 0), is_up="lambda: True", settle_s=1000.0, may_die_often=True
     )
     assert [read(supervisor)[0] for _ in range(8)] == ["up"] * 8  # one that may not is given up after six
 

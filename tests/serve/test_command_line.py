@@ -76,6 +76,13 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"penstock {importlib.metadata.version('penstock')}\n"
 
 
+@pytest.mark.parametrize("command", ["backend", "frontend"])
+def test_processes_are_commands_of_penstock_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_line(capsys, command, "--worker", "2").startswith(f"{command}: Unknown option")
+    app([command, "--version"], result_action="return_value")
+    assert capsys.readouterr().out == f"{command} {importlib.metadata.version('penstock')}\n"
+
+
 def test_model_is_taken_without_an_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     served: list[ServeOptions] = []
 

@@ -9,6 +9,7 @@ from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.quoting.history import QuoteErrors
 from penstock.backend.engine.quoting.quote_queue import QuoteQueue
 from penstock.backend.engine.quoting.quoter import Quoter
+from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable
 from penstock.backend.engine.requests.cancellation import Canceller
 from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
@@ -113,7 +114,8 @@ class Backend:
         parts = (table, delivery, vectors, streams, world.clock, quoter)
         intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
         canceller = Canceller(self.board, table, delivery, streams, world.clock)
-        self.requests = RequestHandling(table, intake, delivery, canceller, vectors, streams, step_timing)
+        orders = AdapterTable(self.link, table, AdapterSet())
+        self.requests = RequestHandling(table, intake, delivery, canceller, vectors, streams, orders, step_timing)
         self.engine = Engine(
             self.link,
             self.executor,

@@ -138,6 +138,7 @@ class ChainPass:
             {"fp32": 8},
             runs_ahead=sizes.runs_ahead,
             scores_prompts=True,
+            has_llama_cpp_sampling=True,
             state_bytes_per_sequence=8 * sizes.keeps_state,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),

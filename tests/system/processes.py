@@ -29,17 +29,18 @@ class Command:
 
     def __init__(
         self,
-        module: str,
+        module: str | Path,
         *arguments: str,
         python_path: str = str(REPOSITORY),
         cwd: Path | None = None,
         max_fds: int | None = None,
     ) -> None:
-        """max_fds is the process's hard limit of file descriptors."""
+        """module is one of ours, or the path of a program. max_fds is the hard limit of file descriptors."""
+        argv = module_argv(module, arguments) if isinstance(module, str) else (str(module), *arguments)
         self._lines: list[str] = []
         self._news = threading.Condition()
         self.process = subprocess.Popen(
-            [*([] if max_fds is None else ["prlimit", f"--nofile={max_fds}"]), *module_argv(module, arguments)],
+            [*([] if max_fds is None else ["prlimit", f"--nofile={max_fds}"]), *argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

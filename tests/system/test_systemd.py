@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 UNITS = REPOSITORY / "docs" / "operations" / "systemd"
+MAX_EXPOSURE = 4.0
+"""Of systemd-analyze security."""
 WATCHDOG_US = "900000"
 ANALYZE = shutil.which("systemd-analyze")
 
@@ -88,12 +90,17 @@ def test_backend_alone_reports_its_life(tmp_path: Path, notified: socket.socket)
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
-def test_units_are_valid(tmp_path: Path) -> None:
-    for unit in UNITS.iterdir():
-        text = unit.read_text().replace("/opt/penstock/bin/penstock", sys.executable)
-        (tmp_path / unit.name).write_text(text)
-    paths = sorted(map(str, tmp_path.iterdir()))
-    assert len(paths) == 2
+@pytest.mark.parametrize("with_gpu", [False, True])
+def test_units_are_valid_and_leave_little_exposed(tmp_path: Path, with_gpu: bool) -> None:
+    ignored = () if with_gpu else ("penstock.service.d",)
+    units = shutil.copytree(UNITS, tmp_path / "units", ignore=shutil.ignore_patterns(*ignored))
+    service, socket_unit = units / "penstock.service", units / "penstock.socket"
+    service.write_text(service.read_text().replace("/opt/penstock/bin/penstock", sys.executable))
     assert ANALYZE is not None
-    done = subprocess.run([ANALYZE, "verify", *paths], capture_output=True, text=True, check=False)
+    done = subprocess.run([ANALYZE, "verify", service, socket_unit], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+    # Its scale ends at 10, exposed to everything.
+    security = [ANALYZE, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}", service]
+    done = subprocess.run(security, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert ("✗ PrivateDevices=" in done.stdout) is with_gpu

@@ -145,7 +145,7 @@ def _run(options: ChaosOptions) -> Outcome:
         num_recipes=options.prompts,
         fault_every_s=options.fault_every_s,
     )
-    ledger = Ledger(allow_refusals=options.allow_refusals)
+    ledger = Ledger(_say, allow_refusals=options.allow_refusals)
     if options.url is not None:
         tenants = [Tenant(f"key-{number}", key) for number, key in enumerate(options.api_key, start=1)]
         return uvloop.run(ChaosRun(plan, [options.url], tenants or [Tenant("nobody")], ledger, say=_say).run())

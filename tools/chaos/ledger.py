@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The refusals that a request may meet: pairs of status and code."""
+    """The refusals that a request may meet: pairs of status and code. A stream that has begun has the code of its
+    refusal in an event: its status is 200."""
 
     refusals: frozenset[tuple[int, str]] = frozenset()
 
@@ -147,6 +149,8 @@ def difference(got: Answer, right: Answer, *, is_whole: bool) -> str:
 class Ledger:
     """Every request is opened once and ended once. Everything that does not balance is in `imbalances`, by name."""
 
+    say: Callable[[str], None] = print
+    """Receives each imbalance as it is found."""
     allow_refusals: bool = False
     """Let any request be refused with a 429 or 503 that has a Retry-After."""
     ends: Counter[EndKind] = field(default_factory=Counter)
@@ -211,10 +215,10 @@ class Ledger:
         if right.refusal is not None and ending.code == right.refusal[1]:
             self.refusals[f"{ending.status} {ending.code}"] += 1
             return EndKind.REFUSED
-        if ending.fault:
+        if ending.fault and (ending.status, ending.code) not in allowance.refusals:
             self.imbalance("a request failed", f"{name}: {ending.fault}")
             return EndKind.FAILED
-        if ending.status != 200:
+        if ending.status != 200 or ending.code:
             return self._judge_refusal(ending, allowance)
         return EndKind.COMPLETE
 
@@ -251,6 +255,7 @@ class Ledger:
 
     def imbalance(self, name: str, example: str) -> None:
         self.imbalances[name] += 1
+        self.say(f"{name}: {example}")
         examples = self.examples.setdefault(name, [])
         if len(examples) < _MAX_EXAMPLES:
             examples.append(example)

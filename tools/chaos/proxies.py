@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,6 @@ _CHECKS_EVERY_S = {"haproxy": (1.0, 1.0, 2.0, 2.0), "nginx": ()}
 """Periods of the health checks in the shipped configurations: of /ready and of /health, on both frontends."""
 _CHECK_MARGIN_S = 1.0
 """Totals lag, and a proxy spreads its checks."""
-_VARIABLE = re.compile(r"\$\{(PENSTOCK_[A-Z_]+)\}")
-"""nginx has variables of its own, which stay."""
 
 
 class Child(OwnedProcess):
@@ -51,11 +49,8 @@ class Addresses:
     frontend_b: str
 
     def variables(self) -> dict[str, str]:
-        return {
-            "PENSTOCK_LISTEN": self.listen,
-            "PENSTOCK_FRONTEND_A": self.frontend_a,
-            "PENSTOCK_FRONTEND_B": self.frontend_b,
-        }
+        names = ("LISTEN", "FRONTEND_A", "FRONTEND_B")
+        return {f"PENSTOCK_{name}": address for name, address in zip(names, astuple(self), strict=True)}
 
 
 class Proxy(Child):
@@ -89,10 +84,16 @@ def _haproxy(program: str, addresses: Addresses, _directory: Path, configuration
 
 
 def _nginx(program: str, addresses: Addresses, directory: Path, configurations: Path) -> _Command:
-    template = Path(_existing(configurations / "nginx.conf")).read_text(encoding="utf-8")
-    path = directory / "nginx.conf"
-    variables = addresses.variables() | {"PENSTOCK_NGINX_TEMP": str(directory)}
-    path.write_text(_VARIABLE.sub(lambda found: variables[found[1]], template), encoding="utf-8")
+    shipped = Path(_existing(configurations / "nginx.conf"))
+    ours = dict(zip(("127.0.0.1:8080", "127.0.0.1:8000", "127.0.0.1:8001"), astuple(addresses), strict=True))
+    parts: list[str] = re.split(f"({'|'.join(map(re.escape, ours))})", shipped.read_text(encoding="utf-8"))
+    if missing := ours.keys() - set(parts):
+        raise ChaosError(f"{shipped} has no address {min(missing)}, in whose place the run puts one of its own")
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    places = "".join(f"{kind}_temp_path {directory}/{kind};\n" for kind in kinds)
+    path = directory / "nginx.conf"  # with places of its own for temporary files: the usual ones are root's
+    text = "".join(ours.get(part, part) for part in parts)
+    path.write_text(text.replace("http {\n", f"http {{\n{places}", 1), encoding="utf-8")
     common = [program, "-e", "stderr", "-p", str(directory), "-c", str(path)]
     foreground = ["-g", f"daemon off; pid {directory}/pid;"]
     return [*common, "-t", *foreground], [*common, *foreground], {}

@@ -40,6 +40,8 @@ _GRACE_S = 90.0
 _CENSUS_TIMEOUT_S = 10.0
 _SLEEP_TIMEOUT_S = 60.0
 _REFERENCE_CLIENTS = 4
+_MAX_IDLE_S = 0.25
+"""Half of the time for which a worker that ends keeps an idle connection: no reused one may be reset."""
 _ROUND_S = 60.0
 _WARM_UP_SHARE = 0.05
 
@@ -89,7 +91,7 @@ class ChaosRun:
         self._server = server
         self._say = say
         self._entrances = list(entrances)
-        self._clients = [ChaosClient(HttpClient(url)) for url in entrances]
+        self._clients = [ChaosClient(HttpClient(url, max_idle_s=_MAX_IDLE_S)) for url in entrances]
         # Numbers are read from the server itself where we know it: a proxy's choice of a frontend does not matter.
         self._numbers = Numbers(HttpClient(server.url_a if server is not None else entrances[0]))
         self._recipes: list[Recipe] = []
@@ -138,7 +140,7 @@ class ChaosRun:
             await self._wait_started(server, server.url_b)
         server.start_proxies()
         self._entrances = server.entrances
-        self._clients = [ChaosClient(HttpClient(url)) for url in self._entrances]
+        self._clients = [ChaosClient(HttpClient(url, max_idle_s=_MAX_IDLE_S)) for url in self._entrances]
         for url in self._entrances:
             await self._wait_started(server, url)
 
@@ -384,7 +386,7 @@ def _allowance(act: Act) -> Allowance:
     """
     refusals = set()
     if act.tenant.is_limited:
-        refusals |= {(429, "rate_limit_exceeded"), (429, "rate_limit_error")}
+        refusals |= {(status, code) for status in (200, 429) for code in ("rate_limit_exceeded", "rate_limit_error")}
     if act.in_flood:
         refusals |= {(429, "overloaded"), (529, "overloaded_error")}
     return Allowance(frozenset(refusals))

@@ -39,6 +39,8 @@ _DECIDED = ("host", "port", "socket", "uds", "listen_fd", "api_key", "api_key_fi
 _IN_FLIGHT_OF_LIMITED = 12
 _SLEEP_AFTER_S = "2"
 """Models that may sleep do so after each round, so that the census finds the same processes."""
+_DRAIN_TIMEOUT_S = 120
+"""Longer than the default, which answers on a busy machine outlive, above all of models that have to wake first."""
 _START_TIMEOUT_S = 600.0
 _ORPHANS_TIMEOUT_S = 10.0
 _POLL_S = 0.1
@@ -77,6 +79,9 @@ class Server:
         options = parse_serve_options(words)
         if options.may_sleep and not options.sleep_after_s:
             words = [*words, "--sleep-after-s", _SLEEP_AFTER_S]
+        if options.drain_timeout_s == ServeOptions().drain_timeout_s:
+            words = [*words, "--drain-timeout-s", str(_DRAIN_TIMEOUT_S)]
+            options = dataclasses.replace(options, drain_timeout_s=_DRAIN_TIMEOUT_S)
         self.directory = directory
         self.runtime = directory / "run"
         self.runtime.mkdir(mode=0o700)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -300,6 +301,17 @@ def test_drafts_give_the_tokens_of_steps_without_them(runner: StepRunner, *, is_
             assert np.array_equal(logits[0], their_logits[len(found) + num_right])
         found += [*right, int(tokens[0])]
     assert found == expected[: len(found)]
+
+
+def test_dry_keeps_a_token_from_continuing_a_repetition(runner: StepRunner) -> None:
+    if not runner.forward_pass.spec.has_llama_cpp_sampling:
+        pytest.skip("this pass does not know it")
+    prompt = runner.random_prompt(9)
+    text = [*prompt, 3, *prompt]
+    likes = replace(GREEDY, dry_multiplier=100.0, dry_base=100.0, logit_bias=((3, 90.0),))
+    for sampling, repeats in ((likes, False), (replace(likes, dry_penalty_last_n=9), True)):
+        _, token = runner.prefill(text, runner.random_pages(len(text)), sampling=sampling)
+        assert (token == 3) == repeats
 
 
 def test_prompt_of_embeddings_depends_neither_on_chunks_nor_on_other_rows(runner: StepRunner) -> None:

@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-_NOT_APPLIED = {"num_beams": 1, "no_repeat_ngram_size": 0, "sequence": None, "mirostat": None, "xtc_probability": None}
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "xtc_probability",
+    "xtc_threshold",
+)
+_NOT_APPLIED = {"num_beams": 1, "no_repeat_ngram_size": 0, "sequence": None, "mirostat": None}
 """Settings of transformers and, from GGUF files, of llama.cpp that are not supported; each with the value that changes
 nothing."""
 _LEAST_TOP_P = 1e-6

@@ -225,8 +225,10 @@ _SETTINGS = {
     "top_p": _Setting("top_p", 0.95, highest=1.0),
     "min_p": _Setting("min_p", 0.05, highest=1.0),
     "penalty_repeat": _Setting("repetition_penalty", 1.0),
+    "xtc_probability": _Setting("xtc_probability", 0.0, highest=1.0),
+    "xtc_threshold": _Setting("xtc_threshold", 0.1, highest=1.0),
 }
-_NOT_APPLIED = {"sequence": None, "mirostat": 0, "xtc_probability": 0}
+_NOT_APPLIED = {"sequence": None, "mirostat": 0}
 """Keys that are not supported, each with the value that changes nothing."""
 
 

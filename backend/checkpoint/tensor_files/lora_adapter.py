@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from penstock.backend.checkpoint.config.tensors import layer_specs
-from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE as MODEL_CONFIG
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, TEXT_PREFIXES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, read_peft_config
@@ -55,8 +56,10 @@ class LoraWeights:
 class PeftAdapter:
     """Close it, or use it in a `with` block. Its matrices are read one layer at a time."""
 
-    def __init__(self, directory: Path, config: DecoderConfig) -> None:
+    def __init__(self, directory: Path, config: DecoderConfig, *, is_turned: bool = False) -> None:
         """Raises StartupError naming the file with the key or the tensor, what is there and what should be."""
+        self.interleaves_rope = config.interleaved_rope and not is_turned
+        """Neighbours among the outputs of q and k rotate together, in the adapter as in the base model."""
         self.settings: PeftConfig = read_peft_config(directory)
         self._config = config
         self._path = directory / WEIGHTS_FILE
@@ -161,13 +164,15 @@ def open_adapters(
     model_dir: Path, directories: Sequence[Path], config: DecoderConfig
 ) -> Generator[list[PeftAdapter], None, None]:
     """The adapters of a model, closed at the end of the block. Raises StartupError."""
-    if directories and any(path.suffix == GGUF_SUFFIX for path in model_dir.iterdir()):
-        raise StartupError(
-            f"the adapter {directories[0]} cannot be used with a GGUF file, whose linears have their outputs in "
-            "another order: give the model as a directory of safetensors"
-        )
+    is_turned = turns_heads(model_dir)
     with ExitStack() as closers:
-        yield [closers.enter_context(PeftAdapter(directory, config)) for directory in directories]
+        yield [closers.enter_context(PeftAdapter(directory, config, is_turned=is_turned)) for directory in directories]
+
+
+def turns_heads(model_dir: Path) -> bool:
+    """Whether a GGUF file stores q and k so that neighbours rotate, unlike the checkpoint that adapters fit."""
+    is_gguf = any(path.suffix == GGUF_SUFFIX for path in model_dir.iterdir())
+    return is_gguf and read_json_object(model_dir / MODEL_CONFIG).get("rope_interleave") is True
 
 
 def _linears(config: DecoderConfig, index: int) -> Iterator[tuple[str, int, str, tuple[int, ...]]]:

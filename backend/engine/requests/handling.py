@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backend.engine.quoting.history import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
+from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable
 from penstock.backend.engine.requests.cancellation import Canceller
 from penstock.backend.engine.requests.delivery import Delivery
 from penstock.backend.engine.requests.intake import Intake
@@ -38,6 +39,7 @@ class RequestHandling:
     canceller: Canceller
     vector_delivery: VectorDelivery
     streams: StreamTable
+    adapters: AdapterTable
     step_timing: StepTiming = field(default_factory=StepTiming)
     """Filled by the loop, read for quotes."""
 
@@ -54,6 +56,7 @@ class RequestHandling:
         restart_grace: RestartGrace | None = None,
         vector_cache: VectorCache | None = None,
         recorder: Recorder | None = None,
+        make_adapters: Callable[[RequestTable], AdapterTable] | None = None,
         step_timing: StepTiming | None = None,
     ) -> RequestHandling:
         """Without a grammar queue, requests with a grammar are refused. Without a restart grace, resumed requests are
@@ -67,4 +70,5 @@ class RequestHandling:
         streams = StreamTable(link, board, table, delivery, clock)
         intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, streams, clock, quoter)
         canceller = Canceller(board, table, delivery, streams, clock)
-        return cls(table, intake, delivery, canceller, vector_delivery, streams, step_timing)
+        adapters = AdapterTable(link, table, AdapterSet()) if make_adapters is None else make_adapters(table)
+        return cls(table, intake, delivery, canceller, vector_delivery, streams, adapters, step_timing)

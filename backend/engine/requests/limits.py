@@ -11,7 +11,9 @@ import numpy as np
 from penstock.shm.messages import Failure, FailureCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
 
     from penstock.shm.link.events import Submission
     from penstock.shm.messages import Pool, PromptHeader, TextHeader
@@ -36,12 +38,16 @@ class EngineLimits:
     """Open requests at which even one that was admitted before is refused: the bound on frontends' claims."""
     scores_prompts: bool = True
     """The forward pass can report log probabilities of prompts."""
+    has_llama_cpp_sampling: bool = True
+    """The forward pass applies DRY, XTC, top-n-sigma and dynamic temperature."""
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kinds of vectors that the forward pass computes → values per vector."""
     generates: bool = True
     """The forward pass samples tokens."""
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Id of each adapter → its index in the forward pass."""
+    unloaded: Collection[str] = ()
+    """Ids of adapters that only requests of before may still use."""
 
     def find_fault(self, submission: Submission[TextHeader]) -> Failure | None:
         """Why the model cannot generate what is requested, whatever else is open; None if it can."""
@@ -52,6 +58,11 @@ class EngineLimits:
             return Failure(request_id, FailureCode.NOT_SERVED)
         if message.num_prompt_logprobs >= 0 and not self.scores_prompts:
             return Failure(request_id, FailureCode.NOT_SCORED)
+        if not self.has_llama_cpp_sampling and (field_name := message.sampling.llama_cpp_field) is not None:
+            return Failure(request_id, FailureCode.NOT_SAMPLED, text=field_name)
+        breakers = message.sampling.dry_breakers
+        if len(breakers) % 4 or not _are_breakers(np.frombuffer(breakers, np.int32), self.vocab_size):
+            return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
         return None
 
     def find_fault_of_pool(self, submission: Submission[Pool]) -> Failure | None:
@@ -80,9 +91,14 @@ class EngineLimits:
         highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0
         if max(highest, *named_ids, 0) >= self.vocab_size:
             return Failure(request_id, FailureCode.BAD_TOKEN, self.vocab_size)
-        if message.adapter and message.adapter not in self.adapters:
+        is_gone = message.adapter in self.unloaded and not message.admitted_ns
+        if message.adapter and (is_gone or message.adapter not in self.adapters):
             return Failure(request_id, FailureCode.NO_ADAPTER)
         return None
+
+
+def _are_breakers(ids: NDArray[np.int32], vocab_size: int) -> bool:
+    return not len(ids) or bool(ids[-1] == -1 and ids.min() == -1 and ids.max() < vocab_size)
 
 
 def _named_ids(message: TextHeader) -> Iterator[int]:

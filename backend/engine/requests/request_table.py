@@ -116,6 +116,13 @@ class RequestTable:
         """The request if it has a sequence; None for one that waits for its grammar or its quote."""
         return self._by_frontend.get(frontend, {}).get(request_id)
 
+    def uses_adapter(self, index: int) -> bool:
+        """Whether an open request has the adapter, or may have it: it waits for its grammar or its quote."""
+        if self.grammar_queue.num_waiting or self.quote_queue.num_waiting:
+            return True
+        by_frontend = self._by_frontend.values()
+        return any(request.sequence.adapter == index for by_id in by_frontend for request in by_id.values())
+
     def of_frontend(self, frontend: int) -> list[OpenRequest]:
         """The frontend's requests that have a sequence."""
         return list(self._by_frontend.get(frontend, {}).values())

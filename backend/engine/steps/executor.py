@@ -42,7 +42,8 @@ class Executor:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, PageSaves] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, PageSaves] | Callable[[], None] | None]
+        self._plans = queue.SimpleQueue()
         self._results: deque[StepResult] = deque()
         self._num_in_flight = 0
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
@@ -90,6 +91,10 @@ class Executor:
         """
         self._num_in_flight += 1
         self._plans.put((plan, batch, saves))
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Do this on the pass's thread, after the steps that were launched before it. An error is fatal."""
+        self._plans.put(work)
 
     def results(self) -> list[StepResult]:
         """Results since the last call, in launch order. Raises ExecutorFailed if the thread has died."""
@@ -155,7 +160,9 @@ class Executor:
         before: LaunchedStep | None = None
         late_masks = LateMasks(forward_pass.spec.vocab_size, self.wake)
         while (planned := self._plans.get()) is not None:
-            if not self._closing:
+            if callable(planned):
+                planned()
+            elif not self._closing:
                 self._step_starts_s.append(time.monotonic())
                 began_s = time.thread_time()
                 before = launch_step(forward_pass, *planned, before, late_masks)

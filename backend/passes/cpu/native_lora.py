@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,22 +24,36 @@ _STRIP = 16
 _RANKS_AT_ONCE = 4
 
 
+@dataclass(slots=True)
+class _Prepared:
+    struct: Adapter
+    tensors: list[Tensor]
+    """What the struct points to."""
+
+
 class NativeAdapters:
     """Implements `LinearAdapters`. It owns the memory that the structs of linears point to; dtype is the
     activations'."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._memory: list[ctypes.Array[Adapter] | Tensor] = []
+        self._of_linears: dict[int, tuple[ctypes.Array[Adapter], list[_Prepared | None]]] = {}
+        """By the id of a packed linear, which the model keeps."""
 
-    def give(self, linear: PackedLinear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
-        structs = (Adapter * len(adapters))()
-        for struct, loras in zip(structs, adapters, strict=True):
-            if loras:
-                self._memory += _fill(struct, list(loras), linear.struct, self._dtype)
+    def prepare(self, linear: PackedLinear, parts: Sequence[LoraWeights]) -> _Prepared:
+        struct = Adapter()
+        return _Prepared(struct, _fill(struct, list(parts), linear.struct, self._dtype))
+
+    def put(self, linear: PackedLinear, index: int, prepared: _Prepared | None) -> None:
+        _, kept = self._of_linears.get(id(linear), (None, []))
+        if prepared is None and not kept:
+            return
+        kept += [None] * (index + 1 - len(kept))
+        kept[index] = prepared
+        structs = (Adapter * len(kept))(*(Adapter() if each is None else each.struct for each in kept))
+        self._of_linears[id(linear)] = structs, kept
         linear.struct.adapters = ctypes.addressof(structs)
         linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
-        self._memory.append(structs)
 
 
 def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torch.dtype) -> list[Tensor]:

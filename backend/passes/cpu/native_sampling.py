@@ -9,14 +9,32 @@ import numpy as np
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, SlotInit, TokenLogprobs, TokenMasks
 from penstock.backend.sampling.logprobs import with_named_tokens
+from penstock.backend.sampling.repetition import Repetitions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from penstock.backend.forward_pass import SamplingParams
+
 _SPARE_TOKENS = 256
 """Room for sampled tokens that a sequence does not contain yet."""
+
+
+class DrySettings(Structure):
+    _fields_ = (
+        ("tokens", c_void_p),
+        ("heads_mask", c_void_p),
+        ("heads", c_void_p),
+        ("tails", c_void_p),
+        ("tail_tokens", c_void_p),
+        ("num_breakers", c_int64),
+        ("window", c_int64),
+        ("allowed_length", c_int64),
+        ("multiplier", c_double),
+        ("base", c_double),
+    )
 
 
 class SampledSlot(Structure):
@@ -34,6 +52,12 @@ class SampledSlot(Structure):
         ("generated", c_void_p),
         ("num_seen", c_int64),
         ("has_penalties", c_int64),
+        ("dry", c_void_p),
+        ("xtc_probability", c_double),
+        ("xtc_threshold", c_double),
+        ("top_n_sigma", c_double),
+        ("dynatemp_range", c_double),
+        ("dynatemp_exponent", c_double),
         ("temperature", c_float),
         ("repetition", c_float),
         ("frequency", c_float),
@@ -86,11 +110,12 @@ class NativeSampler:
         self._slots = (SampledSlot * max_slots)()
         self._biases: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}
         self._seen: dict[int, _SeenTokens] = {}
+        self._dry: dict[int, tuple[DrySettings, Repetitions]] = {}
         self._named: dict[int, tuple[int, ...]] = {}
 
     def take_slot(self, init: SlotInit) -> None:
         index, params = init.slot, init.sampling
-        for kept in (self._biases, self._seen, self._named):
+        for kept in (self._biases, self._seen, self._dry, self._named):
             kept.pop(index, None)
         self._slots[index] = SampledSlot(
             top_p=params.top_p,
@@ -99,6 +124,11 @@ class NativeSampler:
             seed=params.seed,
             top_k=params.top_k,
             num_logprobs=params.num_logprobs,
+            xtc_probability=params.xtc_probability,
+            xtc_threshold=params.xtc_threshold,
+            top_n_sigma=params.top_n_sigma,
+            dynatemp_range=params.dynatemp_range,
+            dynatemp_exponent=params.dynatemp_exponent,
             temperature=params.temperature,
             repetition=params.repetition_penalty,
             frequency=params.frequency_penalty,
@@ -116,6 +146,10 @@ class NativeSampler:
             self._seen[index] = _SeenTokens(init)
             slot.has_penalties = 1
             self._point_to_seen(index)
+        if params.dry_multiplier:
+            repetitions = Repetitions(params, init.token_ids, self._vocab_size)
+            settings = _dry_settings(params, repetitions)
+            self._dry[index], slot.dry = (settings, repetitions), addressof(settings)
 
     def sample(
         self,
@@ -124,6 +158,10 @@ class NativeSampler:
         positions: Sequence[int],
         masks: TokenMasks | None,
     ) -> tuple[NDArray[np.int32], TokenLogprobs | None]:
+        for index, position in zip(slots, positions, strict=True) if self._dry else ():
+            settings, repetitions = self._dry.get(index, (None, None))
+            if settings is not None and repetitions is not None and repetitions.make_room(position):
+                settings.tokens = repetitions.tokens.ctypes.data
         count, logits = len(slots), np.ascontiguousarray(logits, np.float32)
         tokens = np.empty(count, np.int32)
         rows = SampledRows(
@@ -172,3 +210,19 @@ class NativeSampler:
     def _point_to_seen(self, index: int) -> None:
         seen, slot = self._seen[index], self._slots[index]
         slot.seen_ids, slot.generated, slot.num_seen = seen.ids.ctypes.data, seen.generated.ctypes.data, seen.num_ids
+
+
+def _dry_settings(params: SamplingParams, repetitions: Repetitions) -> DrySettings:
+    """It points into the arrays of repetitions."""
+    return DrySettings(
+        tokens=repetitions.tokens.ctypes.data,
+        heads_mask=repetitions.heads_mask.ctypes.data,
+        heads=repetitions.heads.ctypes.data,
+        tails=repetitions.tail_starts.ctypes.data,
+        tail_tokens=repetitions.tail_tokens.ctypes.data,
+        num_breakers=len(repetitions.heads),
+        window=repetitions.window,
+        allowed_length=params.dry_allowed_length,
+        multiplier=params.dry_multiplier,
+        base=params.dry_base,
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,8 +55,14 @@ than those between steps."""
 LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadAdapter:
+    rank: int
+    of_linears: list[Any]
+
+
 class CpuDecoderPass(HostSampling):
-    """Implements `IBatchedForwardPass` and `IPersistsPages`. Logits are numpy float32 arrays;
+    """Implements `IBatchedForwardPass`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy float32 arrays;
     `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
@@ -73,6 +79,8 @@ class CpuDecoderPass(HostSampling):
         formats: StoredFormats = PLAIN,
         groups: LayerGroups | None = None,
         adapters: Sequence[PeftAdapter] = (),
+        *,
+        turns_heads: bool = False,
     ) -> None:
         """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
         quantises them.
@@ -84,10 +92,13 @@ class CpuDecoderPass(HostSampling):
         self._config = config
         self._groups = groups or one_group(config)
         self._ops = ops
+        self._dtype = dtype
+        self._turns_heads = turns_heads
         self._places: PagePlaces | None = None
         with torch.inference_mode():
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
-            self._model.adapt(ops.adapters, adapters)
+            for index, adapter in enumerate(adapters):
+                self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
         self._spec = replace(spec, verifies_drafts=isinstance(ops, NativeOps))
 
@@ -113,16 +124,19 @@ class CpuDecoderPass(HostSampling):
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
         from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 
-        config = read_decoder_config(model_dir, options.max_context_tokens)
+        config, is_turned = read_decoder_config(model_dir, options.max_context_tokens), turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
         groups = layer_groups(config, options)
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
 
             def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
-                return cls(config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters)
+                return cls(
+                    config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters,
+                    turns_heads=is_turned,
+                )  # fmt: skip
 
             return cls._load(model_dir, options, config, build)
 
@@ -193,6 +207,22 @@ class CpuDecoderPass(HostSampling):
             return sum(os.fstat(fd).st_size for fd in fds)
         finally:
             close_all(fds)
+
+    def adapter_bytes(self, directory: Path) -> int:
+        with self._open_adapter(directory) as adapter:
+            return adapter.num_values * self._dtype.itemsize
+
+    def read_adapter(self, directory: Path) -> _ReadAdapter:
+        with torch.inference_mode(), self._open_adapter(directory) as adapter:
+            return _ReadAdapter(adapter.rank, self._model.read_adapter(self._ops.adapters, adapter))
+
+    def put_adapter(self, index: int, adapter: _ReadAdapter | None) -> None:
+        self._model.put_adapter(self._ops.adapters, index, None if adapter is None else adapter.of_linears)
+
+    def _open_adapter(self, directory: Path) -> PeftAdapter:
+        from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+
+        return PeftAdapter(directory, self._config, is_turned=self._turns_heads)
 
     @property
     def spec(self) -> PassSpec:

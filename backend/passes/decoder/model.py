@@ -30,8 +30,6 @@ from penstock.backend.passes.ops.interface import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
@@ -96,19 +94,26 @@ class DecoderModel:
         ]
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
-    def adapt(self, of_linears: LinearAdapters, adapters: Sequence[PeftAdapter]) -> None:
-        """Give the linears their adapters, which are read layer by layer. of_linears belongs to the model's ops."""
+    def read_adapter(self, of_linears: LinearAdapters, adapter: PeftAdapter) -> list[Any]:
+        """Read the adapter layer by layer. The result has an entry for each linear, for `put_adapter`.
+
+        of_linears belongs to the model's ops.
+        """
+        read: list[Any] = []
         for index, layer in enumerate(self._layers):
-            of_layer = [adapter.layer(index) for adapter in adapters]
-            linears = {"qkv": layer.qkv, "o": layer.output}
-            if layer.mlp is not None:
-                linears |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
-            for field, linear in linears.items():
-                added = [fields.get(field, []) for fields in of_layer]
-                if field == "qkv" and self._config.interleaved_rope:
-                    added = [[_reorder_outputs(self._config, lora) for lora in parts] for parts in added]
-                if any(added):
-                    of_linears.give(linear, added)
+            of_layer = adapter.layer(index)
+            for field, linear in _adapted_linears(layer).items():
+                added = of_layer.get(field, [])
+                if field == "qkv" and adapter.interleaves_rope:
+                    added = [_reorder_outputs(self._config, lora) for lora in added]
+                read.append(of_linears.prepare(linear, added) if added else None)
+        return read
+
+    def put_adapter(self, of_linears: LinearAdapters, index: int, read: list[Any] | None) -> None:
+        """Give the linears what `read_adapter` returned as their adapter with this index, or none."""
+        linears = [linear for layer in self._layers for linear in _adapted_linears(layer).values()]
+        for linear, prepared in zip(linears, read or [None] * len(linears), strict=True):
+            of_linears.put(linear, index, prepared)
 
     def forward(self, step: Step, *, needs_logits: bool) -> Array | None:
         """Return the logits of the step's logit rows, [L, vocab] fp32.
@@ -294,6 +299,12 @@ def rotate_half_order(config: DecoderConfig) -> Tensor:
     turned = torch.arange(num_turned)[:, None] * head_dim + in_head
     values = torch.arange(num_turned * head_dim, (num_turned + num_kv_heads) * head_dim)
     return torch.cat([turned.flatten(), values])
+
+
+def _adapted_linears(layer: _Layer) -> dict[str, Any]:
+    """Field of `LayerWeights` → linear, of those that may have adapters."""
+    linears = {"qkv": layer.qkv, "o": layer.output}
+    return linears if layer.mlp is None else linears | {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
 
 
 def _reorder_outputs(config: DecoderConfig, lora: LoraWeights) -> LoraWeights:

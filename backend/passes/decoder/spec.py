@@ -57,6 +57,7 @@ def make_spec(
         + sum(adapter.num_values for adapter in adapters) * dtype.itemsize,
         quantization="none" if quantization is None else quantization.name,
         scores_prompts=True,
+        has_llama_cpp_sampling=True,
         embedding_size=config.hidden_size,
         kv_windows=groups.windows,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),

@@ -239,10 +239,14 @@ class LinearAdapters(Protocol):
     it is used otherwise. Tokens of rows without an adapter have the same bits as without adapters.
     """
 
-    def give(self, linear: Linear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
-        """Give a linear an entry for each of `PassOptions.adapters`, empty for an adapter that leaves it unchanged.
+    def prepare(self, linear: Linear, parts: Sequence[LoraWeights]) -> Any:
+        """Return an adapter of the linear in the form that products read. Any thread may call it."""
+        ...
 
-        Called at most once for a linear, before the first step.
+    def put(self, linear: Linear, index: int, prepared: Any) -> None:
+        """Make it the linear's adapter with this index, or None: it leaves the linear unchanged.
+
+        Called between steps, for all linears that may have adapters.
         """
         ...
 

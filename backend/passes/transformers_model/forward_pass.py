@@ -134,6 +134,7 @@ def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
         facts.weight_bytes,
         workspace_bytes=_workspace_bytes(facts, options),
         scores_prompts=True,
+        has_llama_cpp_sampling=True,
         state_bytes_per_sequence=sum(shape.num_bytes for shape in facts.state_shapes.values()),
     )
 

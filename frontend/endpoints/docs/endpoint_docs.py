@@ -12,7 +12,13 @@ from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
 from penstock.frontend.schemas.pooling.answers import LocatedToken
 from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody
 from penstock.frontend.schemas.responses import ResponsesBody
-from penstock.frontend.schemas.utilities import DetokenizeBody, ModelCommandBody, TokenizeBody
+from penstock.frontend.schemas.utilities import (
+    DetokenizeBody,
+    LoadAdapterBody,
+    ModelCommandBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 
 HTML, CSS, SCRIPT, TEXT = "text/html", "text/css", "text/javascript", "text/plain"
 
@@ -124,6 +130,12 @@ LOAD_MODEL = EndpointDoc(
 )
 UNLOAD_MODEL = EndpointDoc(
     "Server", "Lets a model fall asleep; needs an admin key.", answers.ModelStateAnswer, ModelCommandBody
+)
+LOAD_ADAPTER = EndpointDoc(
+    "Server", "Loads a LoRA adapter (vLLM's); needs an admin key.", answers.AdapterAnswer, LoadAdapterBody
+)
+UNLOAD_ADAPTER = EndpointDoc(
+    "Server", "Unloads a LoRA adapter (vLLM's); needs an admin key.", answers.AdapterAnswer, UnloadAdapterBody
 )
 VERSION = EndpointDoc("Server", "Returns this server's version.", answers.VersionAnswer)
 LOAD = EndpointDoc(

@@ -27,7 +27,13 @@ from penstock.frontend.schemas.pooling.sglang import LabelScoreBody
 from penstock.frontend.schemas.pooling.tei import TeiBody
 from penstock.frontend.schemas.pooling.vllm import ClassifyBody, PoolingBody, ScoreBody
 from penstock.frontend.schemas.responses import ResponsesBody
-from penstock.frontend.schemas.utilities import DetokenizeBody, ModelCommandBody, TokenizeBody
+from penstock.frontend.schemas.utilities import (
+    DetokenizeBody,
+    LoadAdapterBody,
+    ModelCommandBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+)
 from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_STATUSES, ErrorKind, is_of_tei
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ BODY_EXAMPLES: dict[type[Struct], dict[str, Any]] = {
     tei.TeiTokenizeBody: {"inputs": [_QUESTION]},
     DetokenizeBody: {"tokens": _TOKENS},
     tei.DecodeBody: {"ids": _TOKENS},
+    LoadAdapterBody: {"lora_name": "sql", "lora_path": "sql-lora"},
+    UnloadAdapterBody: {"lora_name": "sql"},
     ModelCommandBody: {"model": "a-model"},
     EmbeddingsBody: {"input": _TEXTS},
     CohereEmbedBody: {"texts": _TEXTS, "input_type": "search_document", "embedding_types": ["float"]},

@@ -24,6 +24,7 @@ async def prometheus(exchange: Exchange, context: EndpointContext) -> None:
             backend.counters,
             backend.backend_counters,
             name,
+            0 if backend.model is None else len(backend.model.adapters),
         )
         for keeper in context.models.keepers
         for name, backend in backends_of(keeper.backend)

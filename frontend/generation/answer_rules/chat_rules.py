@@ -141,7 +141,7 @@ async def chat_answer_rules(body: ChatBody, prompt: list[int], served: ServedMod
             added_tokens,
             prefix,
             answer_prefix,
-            enforces_begun=served.syntax.generic is not None,
+            enforces_begun=served.syntax.is_generic,
         )
     elif grammar is not None:
         grammar = with_prefix(grammar, answer_prefix)

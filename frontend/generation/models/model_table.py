@@ -81,6 +81,8 @@ class ServedModels:
         Raises ApiError if there is no such model, or if it cannot do the task.
         """
         keepers = self.in_order(task)
+        for keeper in keepers:
+            keeper.take_adapters()
         loaded = [keeper.current for keeper in keepers if keeper.current is not None]
         for keeper in keepers:
             served = keeper.current
@@ -165,10 +167,10 @@ def check_model(requested: str | None, card: ModelCard) -> None:
         raise unknown_model(requested, listed_names(card))
 
 
-def unknown_model(requested: str, names: Iterable[str]) -> ApiError:
-    known = ", ".join(map(shorten, names))
-    message = f"model: {shorten(requested)} does not exist; this server has {known}"
-    return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")
+def unknown_model(requested: str, names: Iterable[str], field: str = "model") -> ApiError:
+    known = ", ".join(map(shorten, names)) or "none"
+    message = f"{field}: {shorten(requested)} does not exist; this server has {known}"
+    return ApiError(ErrorKind.UNKNOWN_MODEL, message, param=field)
 
 
 def _unable(task: Task, cards: Iterable[ModelCard]) -> ApiError:

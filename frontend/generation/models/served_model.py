@@ -7,7 +7,7 @@ import logging
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,9 @@ class ServedModel:
     @property
     def spellings(self) -> Spellings:
         """The texts of special tokens that stay texts in a chat."""
-        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings
+        writer = self.syntax.writer
+        own = () if writer is None else writer.form.markers
+        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings(own)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -120,12 +122,21 @@ class ModelKeeper:
             if card is None and time.monotonic() >= logs_at_s:
                 logs_at_s = math.inf
                 logger.info("no backend yet; waiting for one")
+            self.take_adapters()
             loaded = None if self.current is None else self.current.card
             if self.waking is not None and self.waking.state is ModelState.ASLEEP:
                 self.failure, self._unusable = None, None  # its files may have been repaired when it wakes
             elif card is not None and card not in (loaded, self._unusable):
                 await self._load(card)
             await asyncio.sleep(_POLL_S if card is None else _RELOAD_POLL_S)
+
+    def take_adapters(self) -> None:
+        """Take over the adapters of the backend's card if nothing else of it is new: the tokenizer stays."""
+        card, current = self.backend.model, self.current
+        if card is None or current is None or card is current.card:
+            return
+        if msgspec.structs.replace(card, adapters=current.card.adapters) == current.card:
+            self.current = replace(current, card=card)
 
     def _read(self, card: ModelCard) -> ServedModel:
         if self.name not in (None, card.model_id, *card.aliases):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from penstock.frontend.schemas.generation import MAX_BIASES
 from penstock.frontend.transport.errors import invalid
-from penstock.shm.messages import Sampling
+from penstock.shm.messages import MAX_BREAKER_BYTES, Sampling
 
 if TYPE_CHECKING:
     from penstock.frontend.generation.models.served_model import ServedModel
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _FORBIDDEN = -100.0
+_BREAKERS = ('"', "*", ":", "\n")
+"""llama.cpp's."""
+_DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n")
+_XTC = ("xtc_probability", "xtc_threshold")
+_SIGMA = ("top_n_sigma",)
+_DYNATEMP = ("dynatemp_range", "dynatemp_exponent")
 _MASK_63 = (1 << 63) - 1
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -47,7 +53,28 @@ async def read_logit_bias(body: AnsweredBody, served: ServedModel) -> tuple[tupl
     return tuple(sorted(biases.items()))
 
 
-def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[int, float], ...]) -> Sampling:
+async def read_breakers(body: AnsweredBody, served: ServedModel) -> bytes:
+    """Return the tokens of DRY's breakers; empty without DRY. Raises ApiError."""
+    if not _has_dry(body, served.card.default_sampling):
+        return b""
+    texts = _BREAKERS if body.dry_sequence_breakers is None else tuple(sorted(set(body.dry_sequence_breakers)))
+    found = await served.tokenizer.breaker_tokens(texts)
+    if len(found) > MAX_BREAKER_BYTES:
+        limit = MAX_BREAKER_BYTES // 4
+        invalid(
+            "dry_sequence_breakers", f"{len(found) // 4} ids of tokens contain them or begin them; the limit is {limit}"
+        )
+    return found
+
+
+def _has_dry(body: AnsweredBody, default: Sampling) -> bool:
+    window = _given(body.dry_penalty_last_n, default.dry_penalty_last_n)
+    return _given(body.dry_multiplier, default.dry_multiplier) > 0 and window != 0
+
+
+def read_sampling(
+    body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[int, float], ...] = (), breakers: bytes = b""
+) -> Sampling:
     """Return the sampling parameters.
 
     Greedy decoding ignores some parameters. They get a fixed value, so that the backend can coalesce requests that
@@ -67,11 +94,25 @@ def read_sampling(body: AnsweredBody, card: ModelCard, logit_bias: tuple[tuple[i
         presence_penalty=_given(body.presence_penalty, default.presence_penalty),
         frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
         logit_bias=logit_bias,
+        **_llama_cpp_settings(body, default, is_greedy=is_greedy),
+        dry_breakers=breakers,
         seed=0 if is_greedy else _seed(body.seed),
         # Ranking candidates needs the log probabilities of their tokens.
         num_logprobs=0 if named else max(body.num_logprobs, 0 if body.ranks_candidates else -1),
         logprob_token_ids=named,
     )
+
+
+def _llama_cpp_settings(body: AnsweredBody, default: Sampling, *, is_greedy: bool) -> dict[str, Any]:
+    """The settings of DRY, XTC, top-n-sigma and dynamic temperature that have an effect."""
+    groups = {
+        _DRY: _has_dry(body, default),
+        _XTC: not is_greedy and _given(body.xtc_probability, default.xtc_probability) > 0,
+        _SIGMA: not is_greedy and _given(body.top_n_sigma, default.top_n_sigma) > 0,
+        _DYNATEMP: not is_greedy and _given(body.dynatemp_range, default.dynatemp_range) > 0,
+    }
+    names = [name for group, is_on in groups.items() if is_on for name in group]
+    return {name: _given(getattr(body, name), getattr(default, name)) for name in names}
 
 
 def is_deterministic(body: AnsweredBody, card: ModelCard) -> bool:

@@ -20,6 +20,7 @@ from penstock.frontend.generation.submission.limits import (
 from penstock.frontend.generation.submission.sampling import (
     for_candidate,
     is_deterministic,
+    read_breakers,
     read_logit_bias,
     read_sampling,
 )
@@ -134,7 +135,8 @@ async def generation_requests(
     body, rules = request.body, request.rules
     max_tokens = read_max_tokens(body, request.prompts, served.card)
     check_logprobs(body, request.prompts, max_tokens, served.card)
-    sampling = read_sampling(body, served.card, await read_logit_bias(body, served))
+    biases, breakers = await read_logit_bias(body, served), await read_breakers(body, served)
+    sampling = read_sampling(body, served.card, biases, breakers)
     stop_token_ids = read_stop_token_ids(body, served, has_grammar=rules.grammar is not None)
     constraints = await read_constraints(body, rules, served)
     options = read_output_options(body, rules)

@@ -15,7 +15,7 @@ from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.harmony import CHANNEL, Harmony
 from penstock.frontend.parsing.json_text import repaired_json
-from penstock.frontend.parsing.syntax.named_formats import MARKS
+from penstock.frontend.parsing.syntax.named_formats import FUNCTOOLS, MARKS
 from penstock.frontend.parsing.syntax.rendered import (
     FUNCTIONS,
     NAMES,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _MAX_TURN_CHARACTERS = 20_000
 _NUMBER = re.compile(r"\d+")
-_EXTRA_STARTS = ("<|python_tag|>", "<|tool_call|>", "<tool_call>")
-"""Begin calls of models whose templates write calls without a mark."""
+_EXTRA_STARTS = ("<|python_tag|>", "<|tool_call|>", "<tool_call>", FUNCTOOLS)
+"""Begin calls of models whose templates write calls without a mark, if they are tokens, or named by the template."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""The generic form of tools, for models whose chat templates do not show them: they become part of the messages."""
+"""Tools, calls and results that a chat template does not show become part of the messages. Models whose templates show
+no tools so have the generic form of tools."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from msgspec.structs import replace
 from penstock.frontend.parsing.syntax.named_formats import MARKS
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER
 from penstock.frontend.parsing.tool_formats.marked import Marked
+from penstock.frontend.parsing.tool_formats.pythonic import Pythonic, keyword_arguments
 from penstock.frontend.schemas.chat import ChatMessage, ContentPart
 from penstock.frontend.text.chat_template import describe_tool
 
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody, ChatTool, MessageToolCall
-    from penstock.frontend.text.template_traits import TemplateTraits
 
 GENERIC = "generic"
 
@@ -43,23 +44,25 @@ class GenericTools:
     """Writes tools, calls and results as text of the messages."""
 
     form: ToolFormat
-    has_system: bool
-    """Whether the template shows system messages; else the first user message describes the tools."""
     shows_calls: bool
     """Whether the template itself writes calls, in this form, and their results."""
+    shows_tools: bool = False
+    shows_results: bool = False
+    """Whether the template itself writes results behind calls that are text."""
 
     def written(self, body: ChatBody) -> ChatBody:
         """Return the chat as the template can show it."""
         messages = body.messages
         if not self.shows_calls:
-            messages = [self._with_calls_in_text(message) for message in _with_results_by_user(messages)]
-        if body.offered_tools:
+            messages = messages if self.shows_results else _with_results_by_user(messages)
+            messages = [self._with_calls_in_text(message) for message in messages]
+        if body.offered_tools and not self.shows_tools:
             messages = self._with_tools(messages, body.offered_tools)
         if messages == body.messages:
             return body
         shown = copy.copy(body)
         shown.messages = messages
-        if not self.shows_calls:
+        if not (self.shows_calls or self.shows_tools):
             shown.tools = None
         return shown
 
@@ -67,14 +70,12 @@ class GenericTools:
         described = "\n".join(json.dumps(describe_tool(tool), ensure_ascii=False) for tool in tools)
         example = self._call_text([("NAME", '{"ARGUMENT": "VALUE"}')])
         text = _INSTRUCTION.format(tools=described, example=example)
-        roles = ("system", "developer") if self.has_system else ("user",)
+        roles = ("system", "developer")
         place = next((number for number, message in enumerate(messages) if message.role in roles), None)
         if place is None:
-            return [ChatMessage("system" if self.has_system else "user", text), *messages]
-        message = messages[place]
-        content = message.content or ""
-        joined = _joined(content, text) if self.has_system else _joined(text, content)
-        return [*messages[:place], replace(message, content=joined), *messages[place + 1 :]]
+            return [ChatMessage("system", text), *messages]
+        joined = _joined(messages[place].content or "", text)
+        return [*messages[:place], replace(messages[place], content=joined), *messages[place + 1 :]]
 
     def _with_calls_in_text(self, message: ChatMessage) -> ChatMessage:
         if not message.tool_calls:
@@ -83,18 +84,20 @@ class GenericTools:
         return replace(message, content=_joined(message.content or "", calls), tool_calls=None)
 
     def _call_text(self, calls: Iterable[tuple[str, str]]) -> str:
-        texts = (arguments.join(self.form.around(name)) for name, arguments in calls)
+        is_pythonic = isinstance(self.form, Pythonic)
+        texts = (
+            f"{name}({keyword_arguments(arguments)})" if is_pythonic else arguments.join(self.form.around(name))
+            for name, arguments in calls
+        )
         text = f"{self.form.opening}{self.form.separator.join(texts)}{self.form.closing}"
         return text.replace(CALL_NUMBER, "0")
 
 
-def generic_tools(
-    found: ToolFormat | None, added_tokens: Iterable[str], traits: TemplateTraits, *, shows_calls: bool
-) -> GenericTools:
+def generic_tools(found: ToolFormat | None, added_tokens: Iterable[str], *, shows_calls: bool) -> GenericTools:
     """Return the generic form: in the found format if an example in JSON describes it and a mark begins its calls."""
     if isinstance(found, Marked) and found.parameters is None and (shows_calls or found.trigger is not None):
-        return GenericTools(found, traits.has_system, shows_calls)
-    return GenericTools(Marked(GENERIC, MARKS["hermes"], added_tokens), traits.has_system, shows_calls=False)
+        return GenericTools(found, shows_calls)
+    return GenericTools(Marked(GENERIC, MARKS["hermes"], added_tokens), shows_calls=False)
 
 
 def _with_results_by_user(messages: list[ChatMessage]) -> list[ChatMessage]:

@@ -11,7 +11,7 @@ from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, Rea
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
 from penstock.frontend.parsing.syntax.found_reasoning import find_reasoning
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC, GenericTools, generic_tools
-from penstock.frontend.parsing.syntax.named_formats import hinted_format, named_format
+from penstock.frontend.parsing.syntax.named_formats import FUNCTOOLS, hinted_format, named_format
 from penstock.frontend.parsing.syntax.rendered import Renderings
 
 if TYPE_CHECKING:
@@ -28,17 +28,23 @@ class ModelSyntax:
 
     tools: ToolFormat | None = None
     """None if the operator disabled tools, or if there is no chat template."""
-    generic: GenericTools | None = None
-    """Writes the tools into the messages; None if the chat template shows them, or if the operator chose the format."""
+    writer: GenericTools | None = None
+    """Writes into the messages what the chat template does not show of tools; None if it shows all, or if the operator
+    chose the format."""
     reasoning: ReasoningFormat | None = None
     offers_tools: bool = True
     """False if the operator disabled tools."""
 
     @property
+    def is_generic(self) -> bool:
+        """Whether the tools are described in the messages."""
+        return self.writer is not None and not self.writer.shows_tools
+
+    @property
     def tools_name(self) -> str | None:
         """The name of the format of calls, as operators and clients see it."""
         name = None if self.tools is None else self.tools.name
-        return name if self.generic is None else GENERIC
+        return GENERIC if self.is_generic else name
 
 
 def choose_model_syntax(
@@ -52,17 +58,21 @@ def choose_model_syntax(
     renderings = None if template is None else Renderings(template)
     reasoning = _reasoning_format(source, renderings, added_tokens, reasoning_parser)
     tools: ToolFormat | None
-    generic = None
+    writer = None
     if tool_parser != "auto":
         tools = named_format(tool_parser, added_tokens, source)
     elif template is None or renderings is None:
         tools = hinted_format("", added_tokens)
     else:
         tools = _found_format(renderings, source, added_tokens, reasoning)
+        has_calls = shows_calls(renderings)
         if tools is None or not renderings.shows_tools:
-            generic = generic_tools(tools, added_tokens, template.traits, shows_calls=shows_calls(renderings))
-            tools = generic.form
-    return ModelSyntax(tools, generic, reasoning, offers_tools=tool_parser != "none")
+            writer = generic_tools(tools, added_tokens, shows_calls=has_calls)
+            tools = writer.form
+        elif not has_calls:
+            shows_results = renderings.shows_results
+            writer = GenericTools(tools, shows_calls=False, shows_tools=True, shows_results=shows_results)
+    return ModelSyntax(tools, writer, reasoning, offers_tools=tool_parser != "none")
 
 
 def _found_format(
@@ -70,7 +80,8 @@ def _found_format(
 ) -> ToolFormat | None:
     opening, closing = ("", "") if reasoning is None else reasoning.answer_tags or ("", "")
     closings = filter(None, ("" if reasoning is None else reasoning.closing, closing))
-    tools = find_calls(renderings, added_tokens, tuple(closings))
+    told = (FUNCTOOLS,) if f" {FUNCTOOLS}[" in source else ()
+    tools = find_calls(renderings, (*added_tokens, *told), tuple(closings))
     if tools is not None and tools.trigger is not None and opening.startswith(tools.trigger):
         tools.trigger = None  # an answer that is a text begins like calls
     if tools is None and not shows_calls(renderings):

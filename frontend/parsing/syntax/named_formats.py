@@ -13,6 +13,8 @@ from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+FUNCTOOLS = "functools"
+"""Begins calls of Firefunction and Phi-4-mini, before a list."""
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _DSML = "｜DSML｜"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -25,7 +27,7 @@ MARKS = {
     "mistral": CallMarks(("[TOOL_CALLS]", ""), separator=", ", object=_OBJECT, is_list=True, short_ids=True),
     "mistral, names first": CallMarks(call=("[TOOL_CALLS]", ""), middle="[ARGS]", short_ids=True),
     "granite": CallMarks(("<|tool_call|>", ""), separator=", ", object=_OBJECT, is_list=True, starts=("<tool_call>",)),
-    "firefunction": CallMarks((" functools", ""), separator=", ", object=_OBJECT, is_list=True),
+    "firefunction": CallMarks((f" {FUNCTOOLS}", ""), separator=", ", object=_OBJECT, is_list=True),
     "qwen3_coder": CallMarks(
         call=("<tool_call>\n<function=", "</function>\n</tool_call>"),
         separator="\n",
@@ -78,7 +80,7 @@ _HINTS = (
     ("<arg_key>", "glm4"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
-    (" functools[", "firefunction"),
+    (f" {FUNCTOOLS}[", "firefunction"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
 )

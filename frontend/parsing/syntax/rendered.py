@@ -121,6 +121,12 @@ class Renderings:
             for messages in ([question], [ChatMessage("system", TEXT), question])
         )
 
+    @property
+    def shows_results(self) -> bool:
+        """Whether the template writes results behind an answer."""
+        result = ChatMessage("tool", TEXT, tool_call_id=_IDS[0])
+        return TEXT in (self._behind_question([ChatMessage("assistant", "Well"), result]) or "")
+
     def _behind_question(self, messages: list[ChatMessage], *, is_prompt: bool = False) -> str | None:
         text = self._rendered([ChatMessage("user", QUESTION), *messages], is_prompt=is_prompt) or ""
         _, mark, behind = text.rpartition(QUESTION)

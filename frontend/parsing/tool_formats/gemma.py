@@ -61,7 +61,8 @@ class Gemma(ToolFormat):
     def _read_call(self, reader: Reader, output: ParsedOutput) -> Reading[None]:
         parts: list[str] = []
         yield from reader.skip_spaces()
-        yield from reader.expect(_CALL)
+        yield from reader.accept(_CALL[:-1])  # models forget it
+        yield from reader.expect(_CALL[-1])
         yield from reader.run(_NAME_CHARACTERS, parts.append)
         name = "".join(parts)
         if not is_function_name(name) or (yield from reader.peek()) != "{":

@@ -38,6 +38,7 @@ _PIECE = re.compile(
     rf"{CALL_NUMBER}|<[^<>\s{CALL_NUMBER}]*>?|\[/?[A-Z_ ]+\]|(?:(?!\[/?[A-Z_ ]+\])[^\s<{CALL_NUMBER}])+"
 )
 _IN_BRACKETS = re.compile(r"\[/?[A-Z_ ]+\]")
+_FENCE = "```json\n"
 _SHORTEST_MARK = 4
 _KEYS = re.compile(r'"([^",]+)"\s*:')
 _ALPHABET = string.ascii_letters + string.digits
@@ -124,12 +125,15 @@ class Marked(ToolFormat):
         return super().new_call_id()
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
-        if not self._section[0] and not self._call[0]:
+        is_bare = not self._section[0] and not self._call[0]
+        if is_bare:
             yield from self._read_bare(reader, output, functions)
-        while self.triggers and (yield from reader.until_any(self.triggers, output.content)):
+        leads = self.triggers + (self._bare_leads() if is_bare else ())
+        while leads and (lead := (yield from reader.until_any(leads, output.content))):
             reader.hold()
+            is_callable = is_function_name if lead in self.triggers else functions.__contains__
             try:
-                yield from self._read_calls(reader, output, functions, is_function_name)
+                yield from self._read_calls(reader, output, functions, is_callable)
             except Malformed:
                 output.give_back(reader.release())
 
@@ -145,11 +149,17 @@ class Marked(ToolFormat):
         found = dict.fromkeys((*leads, *self.marks.starts))
         return tuple(lead for lead in found if not any(other != lead and other in lead for other in found))
 
+    def _bare_leads(self) -> tuple[str, ...]:
+        """Return the texts with which calls without a mark begin on a line behind a text."""
+        opening, has_key, _ = self._before.partition('":')
+        starts = (f'{opening}":', f'[{opening}":') if has_key else ()
+        return tuple(f"\n{fence}{start}" for fence in ("", _FENCE) for start in starts)
+
     def _read_bare(self, reader: Reader, output: ParsedOutput, functions: Functions) -> Reading[None]:
         """Read an answer that is calls without a mark. Objects that name no function of the request are content."""
         reader.hold()
         yield from reader.skip_spaces()
-        if (yield from reader.peek()) in ("{", "["):
+        if (yield from reader.peek()) in ("{", "[", "`"):
             try:
                 yield from self._read_calls(reader, output, functions, functions.__contains__)
             except Malformed:
@@ -161,8 +171,10 @@ class Marked(ToolFormat):
         self, reader: Reader, output: ParsedOutput, functions: Functions, is_callable: Callable[[str], bool]
     ) -> Reading[None]:
         """Read a call, or several without marks of their own. The reader is holding. Raises Malformed."""
+        yield from reader.skip_spaces()
         for start in self.marks.starts:
             yield from reader.accept(start)
+        is_fenced = yield from reader.accept(_FENCE)
         yield from _accept_all(reader, self._section[0])
         is_marked = yield from _accept_all(reader, self._call[0])
         yield from reader.skip_spaces()
@@ -175,7 +187,7 @@ class Marked(ToolFormat):
             reader.hold()
         else:
             raise Malformed
-        yield from _skip_marks(reader, ("]",) * is_list + self._call[1] + self._section[1])
+        yield from _skip_marks(reader, ("]",) * is_list + self._call[1] + self._section[1] + ("```",) * is_fenced)
         output.content(reader.release())
 
     def _read_objects(self, reader: Reader, output: ParsedOutput, is_callable: Callable[[str], bool]) -> Reading[None]:

@@ -5,6 +5,7 @@ Values are read as Python and JSON write them. Nothing is evaluated.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -77,19 +78,24 @@ def _read_list(reader: Reader, depth: int, closer: str) -> Reading[list[Any]]:
     return values
 
 
-def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any]]:
+def _read_dict(reader: Reader, depth: int) -> Reading[dict[str, Any] | list[str]]:
+    """Read a dict, or a set of texts as a list."""
     yield from reader.next()
     values: dict[str, Any] = {}
+    is_set = False
     yield from reader.skip_spaces()
     while not (yield from reader.accept("}")):
         key = yield from _read_string(reader)
         yield from reader.skip_spaces()
-        yield from reader.expect(":")
-        yield from reader.skip_spaces()
-        values[key] = yield from read_value(reader, depth + 1)
+        is_set = is_set or not (values or (yield from reader.peek()) == ":")
+        values[key] = None
+        if not is_set:
+            yield from reader.expect(":")
+            yield from reader.skip_spaces()
+            values[key] = yield from read_value(reader, depth + 1)
         if not (yield from _goes_on(reader, "}")):
             break
-    return values
+    return list(values) if is_set else values
 
 
 def _goes_on(reader: Reader, closer: str) -> Reading[bool]:
@@ -225,3 +231,13 @@ def _read_argument(reader: Reader) -> Reading[dict[str, Any]]:
     yield from reader.expect("=")
     yield from reader.skip_spaces()
     return {"".join(parts): (yield from read_value(reader))}
+
+
+def keyword_arguments(arguments: str) -> str:
+    """Write the arguments in JSON as models of this format do."""
+    values = None
+    with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(arguments)
+    if not isinstance(values, dict) or not all(map(_WORD.fullmatch, values)):
+        return f"**{arguments}"
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())

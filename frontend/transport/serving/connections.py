@@ -38,7 +38,7 @@ class Closable(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Close the idle connection without haste: nobody needs its place."""
+        """Close the connection without haste, for nobody needs its place; after its answer if it is busy."""
         ...
 
 
@@ -63,15 +63,11 @@ class Connections:
         """The longest idle first."""
         self._incomplete = Incomplete[Closable](max(1, limit // _INCOMPLETE_PART), _close)
         self._is_full = False
-        self.end_after_next_answer = False
-        """Set when the server stops: a request that arrives is still answered, as the last of its connection."""
+        self.is_draining = False
+        """The server stops: a request that arrives is still answered, as the last of its connection."""
 
     def __len__(self) -> int:
         return len(self._open)
-
-    @property
-    def num_incomplete(self) -> int:
-        return len(self._incomplete)
 
     def add(self, connection: Closable, address: bytes, now_s: float) -> bool:
         """Count a new, incomplete connection until it is removed. Return False when it has to be refused: the limit is
@@ -113,10 +109,23 @@ class Connections:
         self._idle_since_s.pop(connection, None)
         self._incomplete.discard(connection)
 
-    def close_idle(self) -> None:
-        idle = list(self._idle_since_s)
-        self._idle_since_s.clear()
-        for connection in idle:
+    def start_draining(self) -> None:
+        self.is_draining = True
+        for connection in list(self._open):
+            if connection not in self._idle_since_s and connection not in self._incomplete:
+                connection.shutdown()
+
+    def close_idle(self, since_s: float) -> None:
+        """Close connections that have been idle since this time or longer."""
+        self._shut_down([connection for connection, at_s in self._idle_since_s.items() if at_s <= since_s])
+
+    def close_incomplete(self, since_s: float) -> None:
+        """Close connections that have been incomplete since this time or longer."""
+        self._shut_down(self._incomplete.older(since_s))
+
+    def _shut_down(self, connections: list[Closable]) -> None:
+        for connection in connections:
+            self.set_busy(connection)
             connection.shutdown()
 
     def _note_change(self) -> None:

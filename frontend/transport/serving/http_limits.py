@@ -93,14 +93,30 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.timeout_keep_alive_handler()
 
+    def shutdown(self) -> None:
+        """Close the connection, or let its answer say that it is the last.
+
+        If the answer has begun without saying so, the client may send another request at once. A close after this
+        answer would reset it, and so would a close before the end of the body.
+        """
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        elif self._message_complete and not self.cycle.response_started:
+            self.cycle.keep_alive = False
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self._message_complete:
-            self._connections.set_idle(self, self.loop.time())
+            self._wait_for_request()
         else:
             self._connections.set_incomplete(self, self._address, self.loop.time())
+
+    def _wait_for_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._connections.set_idle(self, self.loop.time())
 
     def data_received(self, data: bytes) -> None:
         start = 0
@@ -125,6 +141,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._unset_deadline()
             if self.cycle is not None and not self.cycle.response_complete:
                 self._connections.set_busy(self)
+            elif self.cycle is not None and self._message_complete:  # the rest of an answered request
+                self._wait_for_request()
             return
         self._connections.set_incomplete(self, self._address, self.loop.time())
         if self._deadline is None:
@@ -181,8 +199,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _UnchunkedSend(self.cycle)  # type: ignore[method-assign]
-        if self._connections.end_after_next_answer:
-            self.cycle.keep_alive = False
         self._head_complete = True
         self._num_bytes_without_body = 0
 
@@ -197,6 +213,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._message_complete = True
         self._head_complete = False
         super().on_message_complete()
+        if self._connections.is_draining and not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def _check_head(self) -> None:
         version = self.parser.get_http_version()

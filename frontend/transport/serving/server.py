@@ -31,7 +31,7 @@ KEEP_ALIVE_TIMEOUT_S = 75
 MAX_MESSAGE_BYTES = 2 << 20
 """Size of a message that a WebSocket receives; a longer one closes the connection."""
 _IDLE_CLOSE_DELAY_S = 0.5
-"""How long a server that stops keeps idle connections open, for requests that are on their way."""
+"""How long a server that stops keeps a connection open after an answer, for a request that is on its way."""
 _LAST_HEADS_TIMEOUT_S = 5.0
 """How long it waits for a connection's first request, or for the rest of its head."""
 _POLL_INTERVAL_S = 0.02
@@ -152,7 +152,7 @@ class HttpServer:
         await self._stop.wait()
         deadline_s = time.monotonic() + self._drain_timeout_s
         self._exchanges.start_draining()
-        self._connections.end_after_next_answer = True
+        self._connections.start_draining()
         await self._server.stop_accepting(self._listening)
         await self._answer_last_requests(deadline_s)
         self._server.should_exit = True
@@ -164,24 +164,26 @@ class HttpServer:
             if not self._exchanges:
                 break
             await asyncio.sleep(0.05)
+        self._connections.close_idle(asyncio.get_running_loop().time())
         self._server.force_exit = True
         await asyncio.sleep(_FORCED_CLOSE_TIMEOUT_S)
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
     async def _answer_last_requests(self, deadline_s: float) -> None:
-        """Answer requests that are on their way on open connections: no other worker can.
+        """Answer requests that are on their way on open connections, until none is open: no other worker can.
 
         A connection without a request is kept for longer than one that has had an answer. A client sends its first
         request as soon as it is connected, but may be slow; an idle client may never send another.
         """
-        began_s = time.monotonic()
-        while len(self._connections) and not self._skip_drain.is_set():
-            waited_s = time.monotonic() - began_s
-            if waited_s >= _IDLE_CLOSE_DELAY_S:
-                self._connections.close_idle()
-                if waited_s >= _LAST_HEADS_TIMEOUT_S or not self._connections.num_incomplete:
-                    return
-            if time.monotonic() >= deadline_s:
-                return
+        loop = asyncio.get_running_loop()
+        began_s = looked_s = loop.time()
+        while len(self._connections) and not self._skip_drain.is_set() and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_INTERVAL_S)
+            # Times are those of the last turn: since then the sockets have been read, however late this turn is.
+            waited_s = looked_s - began_s
+            if waited_s >= _IDLE_CLOSE_DELAY_S:
+                self._connections.close_idle(looked_s - _IDLE_CLOSE_DELAY_S)
+            if waited_s >= _LAST_HEADS_TIMEOUT_S:
+                self._connections.close_incomplete(looked_s - _LAST_HEADS_TIMEOUT_S)
+            looked_s = loop.time()

@@ -57,6 +57,10 @@ class TlsHandshake(SSLProtocol):  # type: ignore[misc]
         """Called when the handshake takes long and a new connection needs its place."""
         self._below.abort()
 
+    def shutdown(self) -> None:
+        """Called when the handshake takes long and the server stops."""
+        self._below.abort()
+
 
 class _HttpOverTls(LimitedProtocol):
     """HTTP on a connection whose handshake is done.

@@ -77,7 +77,7 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return
         if is_working:
             self._counted_in.set_busy(self)
-        elif self._is_ending or self._counted_in.end_after_next_answer:
+        elif self._is_ending or self._counted_in.is_draining:
             super().shutdown()
         else:
             self._counted_in.set_idle(self, self.loop.time())

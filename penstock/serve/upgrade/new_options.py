@@ -22,6 +22,7 @@ _FIXED = {
     "weights-fds": "the server sets it",
     "persist-kv-fd": "the server sets it",
     "hand-over-fd": "the server sets it",
+    "adapters-fd": "the server sets it",
     "beside-another": "the server sets it",
 }
 MAX_TOKENS = 256

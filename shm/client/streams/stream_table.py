@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.shm.client.session import Session
     from penstock.shm.client.streams.open_stream import OpenStream
     from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import EventLogprobs, PromptLogprobs, StepOutputs, VectorPart
+    from penstock.shm.messages import Adapter, EventLogprobs, PromptLogprobs, StepOutputs, VectorPart
 
 _SLICE_EVENTS = 512
 
@@ -38,6 +38,8 @@ class OpenStreams:
         """The present session's shared buffers."""
         self.on_shutting_down: Callable[[OpenStream], bool] = lambda _: False
         """Called with a stream that the backend refused because it ends; True if it stays open for the next one."""
+        self.on_adapters: Callable[[tuple[Adapter, ...]], None] = lambda _: None
+        """Called if the backend has other adapters now."""
         self.room = asyncio.Event()
         """Unset from the refusal of a pooled request by a full backend until that backend has room, or is gone."""
         self.room.set()
@@ -102,6 +104,8 @@ class OpenStreams:
         self._dispatch_notes(outputs)
         if outputs.has_room:
             self.room.set()
+        if outputs.adapters is not None:
+            self.on_adapters(outputs.adapters)
         if outputs.vectors:
             self._dispatch_vectors(session, outputs.vectors)
         request_ids = memoryview(outputs.request_ids).cast("Q")

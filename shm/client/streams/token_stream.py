@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from penstock.shm.client.streams.reader_turns import ReaderTurns
-    from penstock.shm.messages import AskQuote, AskStream, CancelOther, Generate, Progress
+    from penstock.shm.messages import AskQuote, AskStream, CancelOther, ChangeAdapter, Generate, Progress
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):
@@ -127,7 +127,7 @@ class AnswerStream(OpenStream):
     """The answer to a request that does not run: its `quote` or its `record`."""
 
     __slots__ = ()
-    message: AskQuote | CancelOther | AskStream
+    message: AskQuote | CancelOther | AskStream | ChangeAdapter
 
     async def result(self) -> TokenBatch:
         """Wait for the answer. The batch has no tokens: it says how the request ended."""

@@ -108,12 +108,25 @@ OTHER = {
     "repetition_penalty": 1.2,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
+    "dry_multiplier": 0.8,
+    "dry_base": 2.0,
+    "dry_allowed_length": 3,
+    "dry_penalty_last_n": 9,
+    "dry_breakers": b"\1\0\0\0\xff\xff\xff\xff",
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "top_n_sigma": 1.0,
+    "dynatemp_range": 0.5,
+    "dynatemp_exponent": 2.0,
     "logit_bias": ((3, 1.0),),
     "seed": 9,
     "num_logprobs": 3,
     "logprob_token_ids": (3, 1),
 }
-OF_NO_EFFECT_WHEN_GREEDY = {"top_p", "top_k", "min_p", "typical_p", "seed"}
+OF_NO_EFFECT_WHEN_GREEDY = {
+    *("top_p", "top_k", "min_p", "typical_p", "seed"),
+    *("xtc_probability", "xtc_threshold", "top_n_sigma", "dynatemp_range", "dynatemp_exponent"),
+}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import SamplingParams
@@ -149,6 +150,28 @@ def test_penalties_do_not_count_the_tokens_of_a_scored_prompt() -> None:
         bench.submit(PROMPT, 8, request_id=request_id, sampling=sampling, num_prompt_logprobs=num_prompt_logprobs)
     bench.run_dry()
     assert bench.received(1).token_ids == bench.received(0).token_ids
+
+
+@pytest.mark.parametrize("field", ["dry_multiplier", "xtc_probability", "top_n_sigma", "dynatemp_range"])
+def test_llama_cpp_sampling_is_refused_by_a_pass_that_does_not_know_it(field: str) -> None:
+    bench = Bench()
+    bench.requests.intake.limits = replace(bench.requests.intake.limits, has_llama_cpp_sampling=False)
+    bench.submit(PROMPT, 1, sampling=Sampling(**{field: 0.5}))  # type: ignore[arg-type]
+    bench.run_dry()
+    failure = bench.received().failure
+    assert failure is not None
+    assert (failure.code, failure.text) == (FailureCode.NOT_SAMPLED, field)
+
+
+@pytest.mark.parametrize("ids", [(3,), (-2, -1), (1 << 20, -1), ()])
+def test_breakers_that_are_no_runs_of_tokens_are_refused(ids: tuple[int, ...]) -> None:
+    bench = Bench()
+    breakers = np.array(ids, np.int32).tobytes() or b"\1\2"
+    bench.submit(PROMPT, 1, sampling=Sampling(dry_multiplier=1.0, dry_breakers=breakers))
+    bench.run_dry()
+    failure = bench.received().failure
+    assert failure is not None
+    assert failure.code == FailureCode.BAD_TOKEN
 
 
 def test_prompt_is_not_scored_by_a_pass_that_cannot() -> None:

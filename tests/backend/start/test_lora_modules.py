@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.backend.forward_pass import PassSpec
 from penstock.backend.options import BackendOptions
 from penstock.backend.start.lora_modules import NamedAdapter, announce, check_unchanged, read_adapters
 from penstock.backend.start.pass_checks import check_adapters
+from penstock.backend.start.runtime_adapters import RuntimeAdapters, with_kept_adapters
 from penstock.backend.start.startup import pass_options
 from penstock.shm.messages import MAX_ADAPTERS
 
@@ -63,3 +65,28 @@ def test_announcement_needs_the_adapters_files_as_they_are_loaded(tmp_path: Path
     (tmp_path / "adapter_model.safetensors").write_text("{ }")
     with pytest.raises(StartupError, match="the files of sql have changed"):
         check_unchanged([NamedAdapter("sql", tmp_path)], (adapter,))
+
+
+def test_list_of_adapters_survives_a_kill_within_its_write_and_changed_files(tmp_path: Path) -> None:
+    """What is behind the first line belongs to an older list."""
+    for name in ("sql", "chat", "gone"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+    fd = os.memfd_create("adapters")
+    options = BackendOptions(gpu="none", lora_dir=tmp_path, adapters_fd=fd)
+    rules = RuntimeAdapters(options, tmp_path)
+    assert rules.kept == []
+    directories = {name: rules.find_directory(name, name) for name in ("sql", "chat", "gone")}
+    ids = {name: rules.announce(name, directory, 1).adapter_id for name, directory in directories.items()}
+    rules.remember({name: (directory, ids[name]) for name, directory in directories.items()})
+    os.pwrite(fd, b'}]older"}]', os.fstat(fd).st_size)
+    (tmp_path / "gone" / "adapter_model.safetensors").write_text("others")
+    restarted, _ = with_kept_adapters(replace(options, lora_modules=(f"chat={tmp_path}/sql",)))
+    assert restarted.lora_modules == (f"chat={tmp_path}/sql", f"sql={tmp_path}/sql")
+    os.close(fd)
+
+
+def test_directory_of_adapters_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"--lora-dir: the directory .*none does not exist"):
+        with_kept_adapters(BackendOptions(lora_dir=tmp_path / "none"))

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
-from penstock.backend.structured_output.grammar_cache import GrammarCache
+from penstock.backend.structured_output.grammar_cache import GrammarCache, _copy_of
 from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
@@ -201,6 +201,30 @@ def test_grammar_error_mid_answer_is_one_short_line() -> None:
         allowed(constraints)
     assert "\n" not in str(failure.value)
     assert len(str(failure.value)) <= 300
+
+
+Panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+
+@pytest.mark.parametrize("call", ["consume_token", "rollback", "unsafe_compute_mask_ptr", "is_accepting", "deep_copy"])
+@pytest.mark.parametrize("raised", [Panic("index 7\nis out of bounds"), KeyboardInterrupt("x")], ids=["panic", "other"])
+def test_panic_of_the_grammar_library_fails_one_sequence_and_other_exceptions_are_passed_on(
+    call: str, raised: BaseException
+) -> None:
+    grammar = CompiledGrammar(Mock(**{"is_error.return_value": False, f"{call}.side_effect": raised}), EOS)
+    requested = Constraints(grammar=Grammar("regex", "a"), grammar_ends=(1,))
+
+    def use() -> None:
+        copied = _copy_of(grammar) if call == "deep_copy" else grammar
+        constraints = SequenceConstraints(requested, copied, STOPS, VOCAB_SIZE)
+        constraints.advance(1)
+        constraints.rewind(0)
+        allowed(constraints)
+
+    with pytest.raises((ConstraintFailed, BadGrammar, KeyboardInterrupt)) as failure:
+        use()
+    assert isinstance(failure.value, KeyboardInterrupt) is isinstance(raised, KeyboardInterrupt)
+    assert ("index 7 is out of bounds" in str(failure.value)) is isinstance(raised, Panic)
 
 
 @pytest.mark.parametrize(

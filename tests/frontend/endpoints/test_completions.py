@@ -294,6 +294,7 @@ async def test_choices_are_submitted_all_or_none(connection: ClientConnection, b
         (FailureCode.CONTEXT_TOO_LONG, 55, 400, "context_length_exceeded"),
         (FailureCode.BAD_TOKEN, 55, 400, "invalid_value"),
         (FailureCode.NOT_SCORED, 0, 400, "invalid_value"),
+        (FailureCode.NOT_SAMPLED, 0, 400, "unsupported_parameter"),
         (FailureCode.BAD_DESCRIPTOR, 0, 500, "internal_error"),
         (FailureCode.SHUTTING_DOWN, 0, 503, "shutting_down"),
         (FailureCode.UNAVAILABLE, 0, 503, "backend_unavailable"),

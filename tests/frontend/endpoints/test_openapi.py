@@ -57,7 +57,7 @@ POOLED_BODIES: dict[str, list[dict[str, Any]]] = {
     "/decode": [{"ids": [1, 2]}],
     "/tokenize": [{"inputs": ["x", "y"]}],
 }
-COMMANDS = ("/v1/models/load", "/v1/models/unload")
+COMMANDS = ("/v1/models/load", "/v1/models/unload", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 GENERATING = [path for path in BODIES if path in list(BODIES)[:4]]
 
 

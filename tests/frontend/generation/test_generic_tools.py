@@ -76,7 +76,7 @@ async def test_system_message_describes_the_tools() -> None:
 
 async def test_first_user_message_describes_the_tools_if_there_is_no_system_role() -> None:
     prompt = await prompt_of(Model(NO_SYSTEM), TALK)
-    assert prompt == f"<user>{INSTRUCTION}\nRain?<assistant>I look.\n{CALL}\n{CALL}<user>{RESULTS}<model>"
+    assert prompt == f"<user>{INSTRUCTION}\n\nRain?<assistant>I look.\n{CALL}\n{CALL}<user>{RESULTS}<model>"
 
 
 async def test_template_writes_calls_if_it_can() -> None:
@@ -86,6 +86,28 @@ async def test_template_writes_calls_if_it_can() -> None:
     assert call.format("NAME", '{"ARGUMENT": "VALUE"}') in prompt
     assert call.format("get_weather", '{"city": "Bergen"}') in prompt
     assert "<｜tool▁output▁begin｜>wet<｜tool▁output▁end｜>" in prompt
+
+
+@pytest.mark.parametrize("shows_results", [True, False])
+async def test_calls_and_results_that_the_template_does_not_show_are_texts(shows_results: bool) -> None:
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    template = (
+        "{{ tools | tojson if tools }}{% for message in messages %}{% if message.role != HIDDEN %}"
+        "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    model = Model(template.replace("HIDDEN", "''" if shows_results else "'tool'"), special=marks)
+    backend = FakeBackend(script=model.says("x"))
+    async with talking(model, backend) as connection:
+        body = {"messages": TALK, "tools": TOOLS}
+        response = await connection.post(CHAT, body)
+        (card,) = (await connection.request("GET", "/v1/models")).json()["data"]
+    assert (response.status, response.headers.get("x-penstock-tools"), card["tools"]) == (200, None, "pythonic")
+    prompt = model.prompt(backend)
+    call = "get_weather(city='Bergen')"
+    assert f"assistant\nI look.\n{marks[0]}[{call}, {call}]{marks[1]}<|im_end|>" in prompt
+    assert ("tool\nwet<" if shows_results else f"user\n{RESULTS}<") in prompt
+    assert prompt.count(DESCRIBED) == 1
+    assert model.tokenizer.token_to_id(marks[0]) in backend.last.token_ids
 
 
 BODIES: dict[str, dict[str, Any]] = {

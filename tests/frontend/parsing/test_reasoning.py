@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
-from penstock.frontend.parsing.reasoning import MISTRAL_THINK, THINK
+from penstock.frontend.parsing.reasoning import GEMMA_THOUGHT, MISTRAL_THINK, THINK
 from penstock.frontend.settings import ParserNames
 from penstock.shm.messages import Constraints, Finish
 from tests.frontend.harness import ClientConnection, FakeBackend
 from tests.frontend.model_families import ALWAYS_THINKING, GRANITE, HERMES, THINKING_HERMES, Model
-from tests.frontend.parsing.tool_texts import CUTS, FORMATS, FUNCTIONS, cut, read
+from tests.frontend.parsing.tool_texts import CUTS, FORMATS, FUNCTIONS, cut, read, read_all_ways
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -127,6 +127,21 @@ async def test_gemma_s_markers_are_recognized() -> None:
     model = Model("<|channel>thought\n<channel|>", added=(), special=("<|channel>", "<channel|>"))
     message = await answered(model, "<|channel>thought\nHm.\n<channel|>Yes.")
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel>thought\nHm.<channel|>Yes.<channel|>", ("Hm.", "Yes.")),
+        ("<|channel>thought\n<channel|>Yes.<|channel>thought\n<channel|><channel|>", ("", "Yes.")),
+        ("<|channel><|channel>thought\n<channel|>Yes.", ("", "Yes.")),
+        ("Yes<channel|>, <chan<channel|>nel|><|channel>though", ("", "Yes, <channel|><|channel>though")),
+        ("Yes.<channel|><|tool_call>call:f{}<tool_call|><channel|>", ("", "Yes.")),
+    ],
+)
+def test_gemma_s_marks_around_nothing_are_dropped(text: str, expected: tuple[str, str]) -> None:
+    shape = AnswerShape(GEMMA_THOUGHT, tools=FORMATS["gemma, 4"], functions=FUNCTIONS)
+    assert read_all_ways(text, shape)[:2] == expected
 
 
 async def test_granite_s_calls_follow_its_response() -> None:

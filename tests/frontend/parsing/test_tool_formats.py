@@ -115,6 +115,9 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
         ),
         ("llama3_json", ' {"name": "f", "parameters": {"a": "}"}}', "", [("f", '{"a": "}"}')]),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ("llama3_json", 'Well.\n{"name":"f", "parameters": {}}', "Well.", [("f", "{}")]),
+        ("llama3_json", 'A\n```json\n[{"name": "f", "parameters": {}}]\n```\nB', "A\nB", [("f", "{}")]),
+        ("llama3_json", '```json\n{"name": "h"}\n```', '```json\n{"name": "h"}\n```', []),
         ("llama3_json", 'Well <|python_tag|>{"name": "f"};{"name": "g"} end', "Well end", [("f", "{}"), ("g", "{}")]),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g"}]', "", [("f", "{}"), ("g", "{}")]),
         (
@@ -259,6 +262,7 @@ def test_any_text_is_read_completely_and_alike_in_any_split(
                 ("f", '{"a":{"b":[true,null,""],"c":-1.5},"d":"low"}'),
             ],
         ),
+        ("gemma, 4", "<|tool_call>:f{}<tool_call|>", "", [("f", "{}")]),
         ("gemma, 4", 'So <|tool_call>call:f{a:<|"|>x}<|"|>}<tool_call|> then', "So then", [("f", '{"a":"x}"}')]),
         # The prompt that Gemma 3's documentation recommends asks for this.
         ("pythonic", '[get_weather(city="Paris", days=2)]', "", [("get_weather", '{"city": "Paris", "days": 2}')]),

@@ -24,6 +24,7 @@ from tests.frontend.harness import (
     served_model,
     token_ids,
 )
+from tests.frontend.schemas.llama_cpp_cases import LLAMA_CPP_CASES
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -106,11 +107,10 @@ REACHING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_p": 0.9}, {"top_p": 0.9}),
     ({"top_k": 40}, {"top_k": 40}),
     ({"top_k": -1}, {"top_k": 0}),
-    ({"min_p": 0.1}, {"min_p": 0.1}),
-    ({"typical_p": 0.4}, {"typical_p": 0.4}),
+    ({"min_p": 0.1, "typical_p": 0.4}, {"min_p": 0.1, "typical_p": 0.4}),
+    *LLAMA_CPP_CASES,
     ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
-    ({"presence_penalty": -1.5}, {"presence_penalty": -1.5}),
-    ({"frequency_penalty": 0.25}, {"frequency_penalty": 0.25}),
+    ({"presence_penalty": -1.5, "frequency_penalty": 2}, {"presence_penalty": -1.5, "frequency_penalty": 2.0}),
     ({"logit_bias": {"9": 1.5, "5": -100}}, {"logit_bias": ((5, -100.0), (9, 1.5))}),
     ({"logit_bias": {}}, {}),
     ({"logit_bias": [[9, 1.5], ["5", False]]}, {"logit_bias": ((5, -100.0), (9, 1.5))}),

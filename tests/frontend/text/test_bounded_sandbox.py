@@ -8,7 +8,7 @@ import jinja2.ext
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, FunctionDefinition
 from penstock.frontend.text.bounded_operations import BoundedContext
 from penstock.frontend.text.bounded_sandbox import MAX_SOURCE_CHARACTERS, BoundedEnvironment
 from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
@@ -66,6 +66,13 @@ ATTACKS = {
     "bytes": "{{ (5).to_bytes(3000000000, 'big') }}",
     "translate": "{{ 'a'.translate({97: 'b' * 9}) }}",
     "sum of lists": "{{ [[1], [2]]|sum(start=[]) }}",
+    # changes of lists
+    "endless append": "{% set l = [1] %}{% for x in l %}{% set _ = l.append(x) %}{% endfor %}",
+    "shared list": "{% set l = [] %}{% set m = [l] * 999 %}{{ m }}{% for n in range(999) %}{% set _ = l.append(n) %}"
+    "{% endfor %}{{ m }}",
+    "list in itself": "{% set l = [] %}{% set _ = l.append(l) %}{{ l }}",
+    "list of the request": "{% set _ = messages.append('x') %}",
+    "list in the request": "{% set _ = tools[0].function.parameters.required.pop() %}",
     "date": "{{ strftime_now('%Y' * 1000) }}",
     "escape at compilation": "{% autoescape 'a'|center(3000000000) %}x{% endautoescape %}",
 }
@@ -99,7 +106,8 @@ VARIABLES = {"c": "xyx", "xs": ["p", "q", "r"], "maps": [{"k": "u", "n": 1}, {"k
 
 
 def rendered(source: str, limits: RenderLimits) -> str:
-    return ChatTemplate(source, {}).render(ChatBody(messages=[ChatMessage("user", "Hello")]), limits)
+    tools = [ChatTool(FunctionDefinition("f", parameters={"type": "object", "required": ["a"]}))]
+    return ChatTemplate(source, {}).render(ChatBody(messages=[ChatMessage("user", "Hello")], tools=tools), limits)
 
 
 @pytest.mark.parametrize("source", ATTACKS.values(), ids=ATTACKS)
@@ -111,6 +119,13 @@ def test_template_that_takes_too_much_is_refused_with_its_line_and_limit(source:
         assert tracemalloc.get_traced_memory()[1] < MAX_MEMORY_BYTES
     finally:
         tracemalloc.stop()
+
+
+def test_template_changes_its_own_lists_by_texts_and_numbers() -> None:
+    source = (
+        "{% set l = [] %}{% for x in 'abc' %}{% set _ = l.append(x) %}{{ l }}{% endfor %}{{ l.pop(0) }}{{ l.pop() }}"
+    )
+    assert rendered(source, INLINE) == "['a']['a', 'b']['a', 'b', 'c']ac"
 
 
 def test_filler_text_without_a_bound_does_not_exist() -> None:

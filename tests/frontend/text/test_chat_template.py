@@ -17,10 +17,7 @@ from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
     ChatTool,
-    ContentPart,
-    FunctionCall,
     FunctionDefinition,
-    MessageToolCall,
 )
 from penstock.frontend.text.chat_template import (
     ChatTemplate,
@@ -195,13 +192,14 @@ def test_template_renders_as_in_transformers(template: str, conversation: str) -
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_white_space_at_the_end_of_a_continued_message_is_kept_as_in_transformers(template: str) -> None:
+def test_white_space_at_the_end_of_a_continued_message_is_kept(template: str) -> None:
+    """As in transformers, but also where the template trims messages."""
     ours = ChatTemplate(TEMPLATES[template], SPECIAL_TOKENS)
     for content in ("class A:\n    ", "```json\n", "The ", " a", "b\n\n", "c"):
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]
         expected = oracle_of(template).apply_chat_template(messages, tokenize=False, continue_final_message=True)
         body = ChatBody(messages=msgspec.convert(messages, list[ChatMessage]), continue_final_message=True)
-        assert ours.render(body) == expected
+        assert ours.render(body) == expected.rstrip() + content[len(content.rstrip()) :]
 
 
 def test_missing_content_is_the_empty_text() -> None:
@@ -269,8 +267,8 @@ def test_template_that_fails_on_the_messages_refuses_them(source: str) -> None:
 
 
 def test_message_of_raise_exception_is_passed_on() -> None:
-    with pytest.raises(TemplateRefusedError, match="only one message"):
-        render("{{ raise_exception('only one message') }}")
+    with pytest.raises(TemplateRefusedError, match=r"^line 2: only one message$"):
+        render("\n{{ raise_exception('only one message') }}")
     with pytest.raises(TemplateRefusedError, match=r"line 2: it cannot .* \(UndefinedError: 'nothing' is undefined\)"):
         render("\n{{ nothing + 'x' }}")
 
@@ -278,52 +276,6 @@ def test_message_of_raise_exception_is_passed_on() -> None:
 def test_template_with_a_syntax_error_is_refused_at_load() -> None:
     with pytest.raises(ValueError, match="line 2"):
         ChatTemplate("{% if x %}\n{% endfor %}", {})
-
-
-@pytest.mark.parametrize(
-    ("source", "role"),
-    [
-        ("{{ m.role }}: {{ m.content }}", "system"),
-        ("{{ m.role }}: {{ m.content }}{# developer #}", "developer"),
-        ("{% if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }}{% endif %}{# developer #}", "system"),
-        (
-            "{% if m.role == 'developer' %}{{ raise_exception('developer') }}{% endif %}{{ m.role }}: {{ m.content }}",
-            "system",
-        ),
-    ],
-)
-def test_developer_message_is_shown(source: str, role: str) -> None:
-    template = f"{{% for m in messages %}}{source}{{% endfor %}}"
-    assert render(template, ChatMessage("developer", "be brief")) == f"{role}: be brief"
-
-
-def test_parts_reach_a_template_that_reads_them() -> None:
-    parts = ChatMessage("user", [ContentPart("text", "one"), ContentPart("text", "two")])
-    reading = (
-        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
-        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
-    )
-    assert render(reading, parts) == "[one][two]"
-    for source in (
-        "{{ messages[0].content }}",
-        "{{ '>' + messages[0].content }}",
-        "{{ messages[0].content | tojson }}",
-    ):
-        assert "one\ntwo" in render(source, parts).replace("\\n", "\n")
-
-
-def test_calls_are_split_for_a_template_that_takes_one_at_a_time() -> None:
-    calls = [MessageToolCall(f"c{n}", FunctionCall("f", f'{{"n": {n}}}')) for n in (1, 2)]
-    results = [ChatMessage("tool", f"result {n}", tool_call_id=f"c{n}") for n in (2, 1)]
-    source = (
-        "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}"
-        "{% endif %}{{ m.content }}<{{ m.tool_calls[0].function.arguments | tojson }}>{% else %}{{ m.content }};"
-        "{% endif %}{% endfor %}"
-    )
-    rendered = render(
-        source, ChatMessage("assistant", "I look.", tool_calls=calls), *results, ChatMessage("user", "So?")
-    )
-    assert rendered == '<{"n": 2}>result 2;I look.<{"n": 1}>result 1;So?;'
 
 
 def test_reasoning_is_another_name_of_reasoning_content() -> None:

@@ -13,7 +13,8 @@ import pytest
 from penstock.frontend.transport.serving import server as serving
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.acceptor import SharedAcceptor
-from penstock.frontend.transport.serving.server import HttpServer
+from penstock.frontend.transport.serving.connections import Connections
+from penstock.frontend.transport.serving.server import HttpServer, server_config
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
 
@@ -70,6 +71,66 @@ async def test_draining_does_not_wait_for_a_body_that_does_not_arrive(
 
 
 # Connections
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_connection_is_not_closed_at_once_after_an_answer_that_did_not_say_so(
+    backend: FakeBackend, has_begun: bool
+) -> None:
+    app, connections = make_app(backend), Connections()
+    connection = ClientConnection(app, server_config(app, connections))
+    backend.script = silent
+    connection.send(request_bytes("POST", COMPLETIONS, {**BODY, "stream": has_begun}))
+    await backend.submitted.wait()
+    (stream,) = backend.streams
+    if has_begun:
+        stream.push(*token_ids("the"))
+        await connection.output(b"the")
+    connections.start_draining()
+    stream.push(*token_ids("the"), finish=Finish.LENGTH)
+    answer = await connection.response()
+    assert answer.headers.get("connection") == (None if has_begun else "close")
+    if has_begun:
+        await connection.idle()
+        now_s = asyncio.get_running_loop().time()
+        connections.close_idle(now_s - 1)
+        assert (await connection.request("GET", "/health")).headers["connection"] == "close"
+    await connection.closed()
+    await connection.end()
+
+
+async def test_connection_waits_for_a_request_once_the_body_of_a_refused_one_has_arrived(backend: FakeBackend) -> None:
+    connections = Connections()
+    connection = ClientConnection(make_app(backend), server_config(make_app(backend), connections))
+    connections.start_draining()
+    connection.send(BODY_BEGINS.replace(b"completions", b"unknown") % 3)
+    answer = await connection.response()
+    assert (answer.status, "connection" in answer.headers) == (404, False)
+    connections.close_idle(asyncio.get_running_loop().time())
+    assert not connection.transport.closed
+    connection.send(b"}}")
+    connections.close_idle(asyncio.get_running_loop().time() - 60)
+    assert not connection.transport.closed
+    connections.close_idle(asyncio.get_running_loop().time())
+    assert connection.transport.closed
+    await connection.end()
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:10], HEALTH + HEALTH[:10]])
+async def test_connection_is_closed_that_stays_without_the_rest_of_a_head(backend: FakeBackend, sent: bytes) -> None:
+    connections = Connections()
+    connection = ClientConnection(make_app(backend), server_config(make_app(backend), connections))
+    connection.send(sent[: len(HEALTH)])
+    await connection.idle()
+    connection.send(sent[len(HEALTH) :])
+    now_s = asyncio.get_running_loop().time()
+    connections.start_draining()
+    connections.close_idle(now_s)
+    connections.close_incomplete(now_s - 60)
+    assert not connection.transport.closed
+    connections.close_incomplete(now_s)
+    assert connection.transport.closed
+    await connection.end()
 
 
 @pytest.fixture

@@ -82,14 +82,18 @@ async def test_declared_body_over_the_limit_is_413_before_it_is_read(
     assert (await connection.request("GET", "/health")).status == 200
 
 
-async def test_large_body_over_the_limit_can_be_sent_to_its_end(connect: Callable[..., ClientConnection]) -> None:
+@pytest.mark.parametrize(
+    ("head", "piece_bytes"), [("HTTP/1.1", 1 << 16), ("HTTP/1.1\r\nconnection: Close", 1000), ("HTTP/1.0", 1000)]
+)
+async def test_body_over_the_limit_can_be_sent_to_its_end_before_the_connection_closes(
+    connect: Callable[..., ClientConnection], head: str, piece_bytes: int
+) -> None:
     connection = connect(max_body_bytes=1000)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-length: {1 << 20}\r\n\r\n"
-    connection.send(head.encode())
+    connection.send(f"POST {COMPLETIONS} {head}\r\nhost: a\r\ncontent-length: {16 * piece_bytes}\r\n\r\n".encode())
     assert (await connection.response()).status == 413
     for _ in range(16):
         assert not connection.transport.closed
-        connection.send(b"x" * (1 << 16))
+        connection.send(b"x" * piece_bytes)
         await asyncio.sleep(0)
     await connection.closed()
 

@@ -240,7 +240,11 @@ def test_longest_messages_fit_their_limits() -> None:
         tokens=b"\xff" * (4 * MAX_INLINE_PROMPT_TOKENS),
         num_prompt_tokens=MAX_CONTEXT_TOKENS,
         max_tokens=MAX_CONTEXT_TOKENS,
-        sampling=Sampling(1.1, 0.9, biggest, 0.1, 0.9, 1.1, 0.1, 0.1, bias, (1 << 63) - 1, 20),
+        sampling=Sampling(
+            *(1.1, 0.9, biggest, 0.1, 0.9, 1.1, 0.1, 0.1),
+            *(1.1, 1.1, biggest, MAX_CONTEXT_TOKENS, b"\xff" * wire.MAX_BREAKER_BYTES, 0.1, 0.1, 1.1, 1.1, 1.1),
+            *(bias, (1 << 63) - 1, 20),
+        ),
         stop_token_ids=(biggest,) * 64,
         constraints=wire.Constraints(
             wire.Grammar("json_schema", "\U0001f408" * wire.MAX_GRAMMAR_CHARACTERS),

@@ -75,6 +75,19 @@ def test_refusal_of_a_model_that_cannot_be_used_is_its_right_answer(ending: Endi
     assert ledger.end(ending, UNUSABLE, NOTHING_ALLOWED) is kind
 
 
+@pytest.mark.parametrize(("code", "kind"), [("overloaded", EndKind.REFUSED), ("internal", EndKind.FAILED)])
+def test_refusal_in_a_stream_that_has_begun_is_judged_by_its_code(
+    code: str, kind: EndKind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger()
+    ledger.open(0, 2)
+    ending = replace(WHOLE, answer=beginning(("", ()), ("", ())), code=code, fault=f"error event {code}")
+    assert ledger.end(ending, RIGHT, Allowance(frozenset({(200, "overloaded")}))) is kind
+    # Each failure is told as it happens.
+    told = {EndKind.REFUSED: "", EndKind.FAILED: "a request failed: request 0: error event internal\n"}
+    assert capsys.readouterr().out == told[kind]
+
+
 TEXT_ONLY = Answer((ChoiceAnswer("ab", (), "stop"),), prompt_tokens=7, completion_tokens=5, has_token_ids=False)
 
 

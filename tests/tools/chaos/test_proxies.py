@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,24 @@ def test_shipped_configuration_is_accepted_and_an_edited_one_is_used(name: str, 
         (edited / path.name).write_text(path.read_text() + "\nnonsense here;\n")
     with pytest.raises(ChaosError, match="nonsense"):
         Proxy(name, ADDRESSES, tmp_path / "again", edited)
+
+
+def test_nginx_accepts_its_configuration_as_shipped(tmp_path: Path) -> None:
+    program = find_program("nginx")
+    if program is None or os.geteuid() != 0:
+        pytest.skip("needs nginx, and root for the places of its files")
+    shipped = [program, "-t", "-c", SHIPPED / "nginx.conf", "-g", f"pid {tmp_path}/pid;"]
+    checked = subprocess.run(shipped, capture_output=True, text=True, check=False)
+    assert (checked.returncode, "successful" in checked.stderr) == (0, True), checked.stderr
+
+
+def test_configuration_without_the_shipped_addresses_is_refused(tmp_path: Path) -> None:
+    if find_program("nginx") is None:
+        pytest.skip("nginx is not installed")
+    text = (SHIPPED / "nginx.conf").read_text()
+    (tmp_path / "nginx.conf").write_text(text.replace("127.0.0.1:8001", "127.0.0.1:8002"))
+    with pytest.raises(ChaosError, match=r"has no address 127\.0\.0\.1:8001"):
+        Proxy("nginx", ADDRESSES, tmp_path / "run", tmp_path)
 
 
 def test_missing_configuration_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ class ClientConnection(asyncio.Protocol):
 class HttpClient:
     """Requests to one server. Opens a connection when none is idle."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, max_idle_s: float = MAX_IDLE_S) -> None:
         """url is http://HOST[:PORT][/v1]. Raises ValueError for anything else."""
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -173,13 +173,14 @@ class HttpClient:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._common_headers = f"Host: {parts.netloc}\r\n{authorization}"
+        self._max_idle_s = max_idle_s
         self._idle: list[ClientConnection] = []
 
     async def connect(self) -> ClientConnection:
         """Return an idle connection or a new one. Raises ConnectionBroken."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.reusable and time.perf_counter() - connection.idle_since_s < MAX_IDLE_S:
+            if connection.reusable and time.perf_counter() - connection.idle_since_s < self._max_idle_s:
                 connection.is_reused = True
                 return connection
             connection.close()

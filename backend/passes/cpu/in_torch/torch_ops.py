@@ -52,8 +52,13 @@ class TorchAdapters:
         self._tokens: list[tuple[int, Tensor]] = []
         """The adapters of the current step, each with its tokens."""
 
-    def give(self, linear: TorchLinear, adapters: Sequence[Sequence[LoraWeights]]) -> None:
-        self._parts[id(linear)] = [[_part(lora, linear.scale) for lora in parts] for parts in adapters]
+    def prepare(self, linear: TorchLinear, parts: Sequence[LoraWeights]) -> list[_Part]:
+        return [_part(lora, linear.scale) for lora in parts]
+
+    def put(self, linear: TorchLinear, index: int, prepared: list[_Part] | None) -> None:
+        parts = self._parts.setdefault(id(linear), [])
+        parts += [[] for _ in range(index + 1 - len(parts))]
+        parts[index] = prepared or []
 
     def begin_step(self, batch: StepBatch) -> None:
         rows = batch.adapters

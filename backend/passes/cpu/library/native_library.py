@@ -37,7 +37,7 @@ logger = logging.getLogger("penstock.backend")
 SOURCE = Path(__file__).parents[1] / "kernels" / "cpu.cpp"
 COMPILED_DIR = Path(__file__).parents[1] / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
-ABI = 18
+ABI = 19
 
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
 """Without contraction: GCC would fuse a product and a sum in some copies of a loop and not in others, so a row's bits

@@ -145,6 +145,7 @@ def plan_spec(
     )
     return replace(
         spec,
+        has_llama_cpp_sampling=False,  # the device samples
         workspace_bytes=sum(parts),
         graph_bytes=parts[-1],
         runs_ahead=True,

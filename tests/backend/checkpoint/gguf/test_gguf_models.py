@@ -40,6 +40,7 @@ from tests.backend.checkpoint.gguf.writer import (
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
 from tests.checkpoints import load_oracle, make_checkpoint, make_model
+from tests.lora import make_adapter, merge
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
 
@@ -192,6 +193,33 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
     assert relative_error(last_logits(model_dir, prompt), expected) < 1e-4
+
+
+@pytest.mark.parametrize(("preset", "arch"), [("granite", "granite"), ("qwen2", "qwen2"), ("glm4", "glm4")])
+def test_adapter_of_the_checkpoint_works_over_its_gguf_file(preset: str, arch: str, tmp_path: Path) -> None:
+    """Of Granite the file has q and k in another order, of GLM-4 in the checkpoint's, where neighbours rotate too."""
+    checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
+    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
+    file = from_model(arch, model, all_of("F32"), byte_level_vocabulary(320), tensors)
+    model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
+    adapter = make_adapter(model, tmp_path / "adapter")
+    prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
+    with torch.inference_mode():
+        plain = model(torch.tensor([prompt])).logits[0, -1].numpy()
+        expected = merge(model, adapter)(torch.tensor([prompt])).logits[0, -1].numpy()
+    forward_pass = CpuDecoderPass.load(model_dir, PassOptions(dtype="fp32", max_running=4, max_batch_tokens=256))
+    driver = Driver(forward_pass, num_pages=64, page_size=8)
+    forward_pass.put_adapter(3, forward_pass.read_adapter(adapter))
+    row, other = driver.add(prompt), driver.add(prompt)
+    row.adapter = 3
+    found = driver.prefill()
+    assert relative_error(found[row.slot], expected) < 1e-4
+    assert relative_error(found[other.slot], plain) < 1e-4
+    forward_pass.put_adapter(3, None)
+    again = driver.add(prompt)
+    again.adapter = 3
+    assert relative_error(driver.prefill()[again.slot], plain) < 1e-4
+    forward_pass.close()
 
 
 def test_quantised_experts_of_a_merged_tensor_run_as_they_are(tmp_path: Path) -> None:

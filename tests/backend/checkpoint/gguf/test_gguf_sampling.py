@@ -10,7 +10,10 @@ import pytest
 from penstock.backend.checkpoint.gguf.directory import sampling_defaults
 from penstock.backend.errors import StartupError
 
-DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0}
+DEFAULTS = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0,
+    "xtc_probability": 0.0, "xtc_threshold": 0.1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,7 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repe
         ({"temp": 0.6000000238418579, "top_p": 1.0, "top_k": 20}, {"temperature": 0.6, "top_p": 1.0, "top_k": 20}),
         ({"temp": -1.0, "top_k": -1, "min_p": 0}, {"temperature": 0, "top_k": 0, "min_p": 0}),
         ({"top_p": 2.0, "penalty_repeat": 1.1}, {"top_p": 1.0, "repetition_penalty": 1.1}),
-        ({"mirostat": 0, "xtc_probability": 0.0, "penalty_last_n": 64}, {}),
+        ({"mirostat": 0, "xtc_probability": 0.5, "penalty_last_n": 64}, {"xtc_probability": 0.5}),
         ({"mirostat": 2, "sequence": "top_k;temperature"}, {"mirostat": "2", "sequence": "'top_k;temperature'"}),
     ],
 )

@@ -9,14 +9,16 @@
 #include <cmath>
 #include <utility>
 
+#include "mass_floor.h"
+#include "random.h"
+#include "repetition.h"
 #include "scoring.h"
 
 namespace {
 
 constexpr i64 kFewCandidates = 64;        // the nucleus of most rows has fewer tokens
-constexpr i64 kManyCandidates = 1024;     // that are sorted; a wider nucleus is found by bisection
+constexpr i64 kManyCandidates = 1024;     // that are sorted
 constexpr float kMinTemperature = 1e-6f;  // all weight is on the largest logits anyway, and smaller divisors overflow
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // The settings of a slot's sequence, and the tokens that its penalties count.
 struct SampledSlot {  // mirrored by native_sampling.py
@@ -33,6 +35,12 @@ struct SampledSlot {  // mirrored by native_sampling.py
     std::int32_t* generated;  // how often each was sampled
     i64 num_seen;
     i64 has_penalties;
+    const DrySettings* dry;  // null if it is off
+    double xtc_probability;
+    double xtc_threshold;
+    double top_n_sigma;     // 0 keeps all
+    double dynatemp_range;  // 0 is off
+    double dynatemp_exponent;
     float temperature;
     float repetition;
     float frequency;
@@ -61,7 +69,9 @@ struct SampledRows {  // mirrored by native_sampling.py
 struct RowScratch {
     std::vector<float> adjusted, block_max, weights, keys, candidates;
     std::vector<double> block_mass;
-    std::vector<std::pair<float, float>> sorted;
+    std::vector<KeyWeight> sorted;
+    MassScratch mass;
+    DryScratch dry;
 };
 
 struct SampledRow {
@@ -75,22 +85,10 @@ struct SampledRow {
     i64 end_of(i64 block) const { return std::min(n, (block + 1) * kScoreBlock); }
 };
 
-// A number in [0, 1) with 53 random bits: Philox4x32-10 (Salmon et al., SC 2011).
-inline double philox_uniform(std::uint64_t seed, i64 position) {
-    std::uint32_t c[4] = {std::uint32_t(position), std::uint32_t(std::uint64_t(position) >> 32), 0, 0};
-    std::uint32_t k[2] = {std::uint32_t(seed), std::uint32_t(seed >> 32)};
-    for (int round = 0; round < 10; ++round) {
-        const std::uint64_t p0 = std::uint64_t(0xD2511F53) * c[0], p1 = std::uint64_t(0xCD9E8D57) * c[2];
-        const std::uint32_t next[4] = {std::uint32_t(p1 >> 32) ^ c[1] ^ k[0], std::uint32_t(p1),
-                                       std::uint32_t(p0 >> 32) ^ c[3] ^ k[1], std::uint32_t(p0)};
-        std::copy(next, next + 4, c);
-        k[0] += 0x9E3779B9, k[1] += 0xBB67AE85;
-    }
-    return double(std::uint64_t(c[0]) << 21 | c[1] >> 11) * 0x1p-53;
-}
-
 // Copies the row with the penalties of its slot, then the bias, then the mask. A NaN stays one.
-inline void adjust(const float* raw, i64 n, const SampledSlot& slot, const std::uint32_t* mask, std::vector<float>& out) {
+inline void adjust(const float* raw, i64 n, const SampledSlot& slot, i64 position, const std::uint32_t* mask,
+                   RowScratch& scratch) {
+    std::vector<float>& out = scratch.adjusted;
     out.assign(raw, raw + n);
     for (i64 i = 0; i < slot.num_seen; ++i) {
         float& x = out[slot.seen_ids[i]];
@@ -98,6 +96,7 @@ inline void adjust(const float* raw, i64 n, const SampledSlot& slot, const std::
         x = x > 0.0f ? x / slot.repetition : x * slot.repetition;
         x = x - slot.frequency * count - (count > 0.0f ? slot.presence : 0.0f);
     }
+    if (slot.dry) penalise_repetition(*slot.dry, position, n, scratch.dry, out.data());
     for (i64 i = 0; i < slot.num_biases; ++i) out[slot.bias_ids[i]] += slot.biases[i];
     if (!mask) return;
     for (i64 first = 0; first < n; first += 32) {
@@ -106,10 +105,6 @@ inline void adjust(const float* raw, i64 n, const SampledSlot& slot, const std::
         for (i64 i = first; i < std::min(n, first + 32); ++i)
             if (!(allowed >> (i - first) & 1) && out[i] == out[i]) out[i] = kNothing;
     }
-}
-
-inline Floats load_row(const float* x, i64 count) {
-    return count >= 16 ? load(x) : select(lanes_between(0, count), load(x, count), broadcast(kNothing));
 }
 
 // Fills block_max and peak. Returns whether there is no NaN and the peak is finite.
@@ -141,15 +136,17 @@ inline std::int32_t first_largest(const SampledRow& row) {
     return std::int32_t(i);
 }
 
-// Fills candidates with the logits that are at or above floor.
-inline void collect(const SampledRow& row, float floor) {
+// Fills candidates with the logits that are at or above floor. Returns false, before it has all, if there are too many.
+inline bool collect(const SampledRow& row, float floor, i64 limit) {
     std::vector<float>& found = row.scratch.candidates;
     found.clear();
     for (i64 block = 0; block < row.num_blocks(); ++block) {
         if (row.scratch.block_max[block] < floor) continue;
         for (i64 i = block * kScoreBlock; i < row.end_of(block); ++i)
             if (row.x[i] >= floor) found.push_back(row.x[i]);
+        if (i64(found.size()) > limit) return false;
     }
+    return true;
 }
 
 // A number that at least `count` logits reach; minus infinity where the blocks are too few to tell.
@@ -162,7 +159,7 @@ inline float reached_by(const SampledRow& row, i64 count) {
 }
 
 inline float kth_largest(const SampledRow& row, i64 k) {
-    collect(row, reached_by(row, k));
+    collect(row, reached_by(row, k), row.n);
     std::vector<float>& found = row.scratch.candidates;
     std::nth_element(found.begin(), found.begin() + k - 1, found.end(), std::greater<float>());
     return found[k - 1];
@@ -197,78 +194,14 @@ inline void weigh_all(const SampledRow& row, const float* x, i64 n, float floor)
     for (i64 i = 0; i < n; i += 16) store(row.scratch.weights.data() + i, weights_of(row, load_row(x + i, n - i), floor));
 }
 
-// Sorts pairs of key and weight, the largest key first. Returns the key at which `before` and the running sum reach mass,
-// or the last.
-inline float first_to_reach(std::vector<std::pair<float, float>>& pairs, double before, double mass) {
-    std::sort(pairs.begin(), pairs.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    for (const auto& [key, weight] : pairs)
-        if ((before += weight) >= mass) return key;
-    return pairs.back().first;
-}
-
-// The pairs of key and weight from low to high that have a weight.
-inline void take_pairs(RowScratch& scratch, const float* keys, i64 n, float low, float high) {
-    const float* weights = scratch.weights.data();
-    scratch.sorted.clear();
-    for (i64 i = 0; i < n; i += 16) {
-        const Floats key = load_row(keys + i, n - i);
-        const Floats inside = select(less_than(broadcast(high), key), broadcast(kNothing), key);
-        if (largest(inside) < low) continue;
-        for (i64 k = i; k < std::min(n, i + 16); ++k)
-            if (weights[k] > 0.0f && low <= keys[k] && keys[k] <= high) scratch.sorted.emplace_back(keys[k], weights[k]);
-    }
-}
-
-// The largest key such that the weights of all keys from it on reach mass, which is at most the sum of all, `total`. Tokens
-// whose weight is 0 do not count.
-//
-// Steps of bisection and of interpolation in turns. The keys from `low` on, which weigh `from_low`, always reach mass; those
-// above `high`, which weigh `above`, do not.
-inline float key_of_mass(RowScratch& scratch, const float* keys, i64 n, double mass, double total) {
-    const float* weights = scratch.weights.data();
-    Floats least = broadcast(kNothing), most = least;
-    for (i64 i = 0; i < n; i += 16) {
-        const Floats key = load_row(keys + i, n - i);
-        const Mask counts = less_than(broadcast(0.0f), load(weights + i));
-        least = max(least, select(counts, sub(broadcast(0.0f), key), broadcast(kNothing)));
-        most = max(most, select(counts, key, broadcast(kNothing)));
-    }
-    float low = -largest(least), high = largest(most);
-    double above = 0.0, from_low = total;
-    i64 inside = n;
-    for (int step = 0; step < 64 && inside > kManyCandidates; ++step) {
-        const double share = step % 2 ? (from_low - mass) / (from_low - above) : 0.5;
-        const float middle = low + (high - low) * float(std::min(std::max(share, 0.01), 0.99));
-        if (!(low < middle)) break;
-        double from_middle = 0.0, count = 0.0;
-        for (i64 first = 0; first < n; first += 16 * kScoreBlock) {
-            Floats part = broadcast(0.0f), ones = broadcast(0.0f);
-            const i64 end = std::min(n, first + 16 * kScoreBlock);
-            for (i64 i = first; i < end; i += 16) {
-                const Floats key = load_row(keys + i, end - i);
-                const Floats one = select(less_than(key, broadcast(middle)), broadcast(0.0f), broadcast(1.0f));
-                part = fmadd(one, load(weights + i), part);
-                ones = add(ones, select(less_than(broadcast(high), key), broadcast(0.0f), one));
-            }
-            from_middle += sum(part);
-            count += sum(ones);
-        }
-        if (from_middle >= mass) low = middle, from_low = from_middle, inside = i64(count);
-        else high = std::nextafter(middle, kNothing), above = from_middle, inside -= i64(count);
-    }
-    take_pairs(scratch, keys, n, low, high);
-    return scratch.sorted.empty() ? low : first_to_reach(scratch.sorted, above, mass);
-}
-
 // The smallest logit of the nucleus: the largest tokens at or above floor whose weight reaches top_p (arXiv 1904.09751).
 inline float nucleus_floor(const SampledRow& row, float floor, double top_p) {
     RowScratch& scratch = row.scratch;
     const double total = weigh_blocks(row, floor), mass = top_p * total;
     for (const i64 count : {kFewCandidates, kManyCandidates}) {
         const float reached = std::max(floor, reached_by(row, count));
-        collect(row, reached);
+        if (!collect(row, reached, 4 * kManyCandidates)) break;
         const i64 size = i64(scratch.candidates.size());
-        if (size > 4 * kManyCandidates) break;
         weigh_all(row, scratch.candidates.data(), size, reached);
         scratch.sorted.clear();
         double found = 0.0;
@@ -279,14 +212,20 @@ inline float nucleus_floor(const SampledRow& row, float floor, double top_p) {
         if (found >= mass || reached <= floor) return first_to_reach(scratch.sorted, 0.0, mass);
     }
     weigh_all(row, row.x, row.n, floor);
-    return key_of_mass(scratch, row.x, row.n, mass, total);
+    return key_of_mass(row.x, scratch.weights.data(), row.n, mass, total, scratch.mass);
+}
+
+// Makes the row one that may be changed.
+inline void own_row(SampledRow& row) {
+    std::vector<float>& own = row.scratch.adjusted;
+    if (row.x != own.data()) own.assign(row.x, row.x + row.n), row.x = own.data();
 }
 
 // Makes tokens that are not locally typical minus infinity (arXiv 2202.00666): kept are those whose surprise is nearest to
 // the distribution's entropy, until their mass reaches typical_p.
 inline void keep_typical(SampledRow& row, float floor, double typical_p) {
     weigh_all(row, row.x, row.n, floor);
-    std::vector<float>&weights = row.scratch.weights, &keys = row.scratch.keys, &kept = row.scratch.adjusted;
+    std::vector<float>&weights = row.scratch.weights, &keys = row.scratch.keys;
     double total = 0.0, entropy = 0.0;
     for (i64 i = 0; i < row.n; ++i) total += weights[i];
     for (i64 i = 0; i < row.n; ++i)
@@ -294,10 +233,79 @@ inline void keep_typical(SampledRow& row, float floor, double typical_p) {
     keys.resize(row.n);
     for (i64 i = 0; i < row.n; ++i)
         keys[i] = weights[i] > 0.0f ? -float(std::abs(std::log(weights[i] / total) + entropy)) : kNothing;
-    const float least = key_of_mass(row.scratch, keys.data(), row.n, typical_p * total, total);
-    if (row.x != kept.data()) kept.assign(row.x, row.x + row.n), row.x = kept.data();
+    const float least = key_of_mass(keys.data(), weights.data(), row.n, typical_p * total, total, row.scratch.mass);
+    own_row(row);
     for (i64 i = 0; i < row.n; ++i)
-        if (keys[i] < least) kept[i] = kNothing;
+        if (keys[i] < least) row.scratch.adjusted[i] = kNothing;
+    read_maxima(row);
+}
+
+// Calls visit(x, floor <= x as ones and zeros) for each vector of logits, and block_done() after each block.
+template <class Visit, class Done>
+inline void for_kept(const SampledRow& row, float floor, Visit visit, Done block_done) {
+    const float least = std::max(floor, -std::numeric_limits<float>::max());
+    for (i64 block = 0; block < row.num_blocks(); ++block) {
+        if (row.scratch.block_max[block] < least) continue;
+        const i64 end = row.end_of(block);
+        for (i64 i = block * kScoreBlock; i < end; i += 16) {
+            const Floats x = load_row(row.x + i, end - i);
+            const Mask dropped = less_than(x, broadcast(least));
+            visit(select(dropped, broadcast(row.peak), x), select(dropped, broadcast(0.0f), broadcast(1.0f)));
+        }
+        block_done();
+    }
+}
+
+// peak - num_sigmas standard deviations of the logits that are not minus infinity (top-n-sigma, arXiv 2411.07641).
+inline float sigma_floor(const SampledRow& row, double num_sigmas) {
+    double total = 0.0, count = 0.0, squares = 0.0;
+    Floats part = broadcast(0.0f), ones = part;
+    for_kept(
+        row, kNothing,
+        [&](Floats x, Floats one) { part = add(part, sub(x, broadcast(row.peak))), ones = add(ones, one); },
+        [&] { total += sum(part), count += sum(ones), part = ones = broadcast(0.0f); });
+    const Floats mean = broadcast(row.peak + float(total / count));
+    for_kept(
+        row, kNothing,
+        [&](Floats x, Floats one) { part = fmadd(mul(sub(x, mean), one), sub(x, mean), part); },
+        [&] { squares += sum(part), part = broadcast(0.0f); });
+    return row.peak - float(num_sigmas * std::sqrt(squares / count));
+}
+
+// XTC: drops all but the least likely of the tokens whose probability among those at or above floor reaches threshold.
+// Those that tie with it stay.
+inline void exclude_top(SampledRow& row, float floor, double threshold) {
+    const float reached = row.peak + float(std::log(threshold * weigh_blocks(row, floor)));
+    collect(row, std::max({floor, reached, -std::numeric_limits<float>::max()}), row.n);
+    const std::vector<float>& found = row.scratch.candidates;
+    if (found.size() < 2) return;
+    const float least = *std::min_element(found.begin(), found.end());
+    own_row(row);
+    for (float& x : row.scratch.adjusted)
+        if (x > least) x = kNothing;
+    read_maxima(row);
+}
+
+// The temperature within dynatemp_range of the slot's, by the entropy of the tokens at or above floor.
+inline float dynamic_temperature(const SampledRow& row, float floor, const SampledSlot& slot) {
+    double total = 0.0, count = 0.0, moment = 0.0;
+    Floats mass = broadcast(0.0f), ones = mass, part = mass;
+    for_kept(
+        row, floor,
+        [&](Floats x, Floats one) {
+            const Floats weight = mul(one, weights_of(row, x, kNothing));
+            mass = add(mass, weight), ones = add(ones, one);
+            part = fmadd(weight, sub(x, broadcast(row.peak)), part);
+        },
+        [&] {
+            total += sum(mass), count += sum(ones), moment += sum(part);
+            mass = ones = part = broadcast(0.0f);
+        });
+    if (count < 2.0) return slot.temperature;
+    const double entropy = std::max(0.0, std::log(total) - moment / total) / std::log(count);
+    const double lowest = std::max(0.0, slot.temperature - slot.dynatemp_range);
+    const double highest = slot.temperature + slot.dynatemp_range;
+    return float(lowest + (highest - lowest) * std::pow(entropy, slot.dynatemp_exponent));
 }
 
 // The first token at which the running sum of weights exceeds uniform × their sum.
@@ -323,20 +331,26 @@ inline std::int32_t token_at(const SampledRow& row, float floor, double uniform)
     return std::int32_t(token);  // rounding put the target just above the block's own running sum
 }
 
-// Top-k, typical-p, top-p and min-p, in this order.
-inline std::int32_t draw(SampledRow& row, const SampledSlot& slot, double uniform) {
-    const float temperature = std::max(slot.temperature, kMinTemperature);
+// Top-n-sigma, top-k, typical-p, top-p and min-p, in this order. With XTC or a dynamic temperature the order is
+// llama.cpp's: filters see the distribution at temperature 1, and the temperature comes last.
+inline std::int32_t draw(SampledRow& row, const SampledSlot& slot, i64 position) {
+    const bool is_tempered_last = slot.xtc_probability > 0.0 || slot.dynatemp_range > 0.0;
+    const float temperature = is_tempered_last ? 1.0f : std::max(slot.temperature, kMinTemperature);
     row.to_log2 = kLog2E / temperature;
     const float least = row.peak + temperature * float(std::log(slot.min_p));
-    float floor = kNothing;
-    if (slot.top_k > 0 && slot.top_k < row.n) floor = kth_largest(row, slot.top_k);
-    if (slot.typical_p < 1.0) {
-        keep_typical(row, floor, slot.typical_p);
-        read_maxima(row);
-    }
+    float floor = slot.top_n_sigma > 0.0 ? sigma_floor(row, slot.top_n_sigma) : kNothing;
+    if (slot.top_k > 0 && slot.top_k < row.n) floor = std::max(floor, kth_largest(row, slot.top_k));
+    if (slot.typical_p < 1.0) keep_typical(row, floor, slot.typical_p);
     if (slot.top_p < 1.0) floor = nucleus_floor(row, floor, slot.top_p);
     // typical_p may have dropped the peak that min_p refers to: the likeliest token that is left always stays.
-    return token_at(row, std::min(std::max(floor, least), row.peak), uniform);
+    floor = std::min(std::max(floor, least), row.peak);
+    if (is_tempered_last) {
+        if (philox_uniform(slot.seed, position, kExclusionStream) < slot.xtc_probability)
+            exclude_top(row, floor, slot.xtc_threshold);
+        const float last = slot.dynatemp_range > 0.0 ? dynamic_temperature(row, floor, slot) : slot.temperature;
+        row.to_log2 = kLog2E / std::max(last, kMinTemperature);
+    }
+    return token_at(row, floor, philox_uniform(slot.seed, position, kTokenStream));
 }
 
 inline void count_token(SampledSlot& slot, std::int32_t token) {
@@ -352,18 +366,19 @@ inline void sample_row(const SampledRows& rows, i64 r) {
     const float* raw = rows.logits + r * rows.vocab;
     const i64 mask = rows.mask_of_row ? rows.mask_of_row[r] : -1;
     SampledRow row{raw, rows.vocab, scratch};
-    if (slot.has_penalties || slot.num_biases || mask >= 0) {
-        adjust(raw, rows.vocab, slot, mask < 0 ? nullptr : rows.masks + mask * rows.mask_words, scratch.adjusted);
+    const i64 position = rows.positions[r];
+    if (slot.has_penalties || slot.num_biases || slot.dry || mask >= 0) {
+        adjust(raw, rows.vocab, slot, position, mask < 0 ? nullptr : rows.masks + mask * rows.mask_words, scratch);
         row.x = scratch.adjusted.data();
     }
     if (!read_maxima(row)) {
         rows.tokens[r] = -1;
         return;
     }
-    const bool is_random = slot.temperature > 0.0f;
-    const std::int32_t token = is_random ? draw(row, slot, philox_uniform(slot.seed, rows.positions[r])) : first_largest(row);
+    const std::int32_t token = slot.temperature > 0.0f ? draw(row, slot, position) : first_largest(row);
     rows.tokens[r] = token;
     if (slot.has_penalties) count_token(slot, token);
+    if (slot.dry) slot.dry->tokens[position] = token;
     if (slot.num_logprobs < 0) return;
     score_token(raw, rows.vocab, token, rows.num_top, rows.chosen[r], rows.ranks[r], rows.top + r * rows.num_top,
                 rows.top_ids + r * rows.num_top);

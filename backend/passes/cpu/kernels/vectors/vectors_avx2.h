@@ -77,6 +77,7 @@ inline Mask lanes_between(i64 from, i64 to) {
     return {lanes_between(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), from, to),
             lanes_between(_mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15), from, to)};
 }
+inline std::uint32_t bits_of(Mask m) { return _mm256_movemask_ps(m.lo) | _mm256_movemask_ps(m.hi) << 8; }
 inline Floats select(Mask m, Floats if_set, Floats if_clear) {
     return {_mm256_blendv_ps(if_clear.lo, if_set.lo, m.lo), _mm256_blendv_ps(if_clear.hi, if_set.hi, m.hi)};
 }

@@ -37,6 +37,7 @@ inline Mask first_lanes(i64 count) { return count >= 16 ? 0xffff : Mask((1u << c
 inline Mask lanes_between(i64 from, i64 to) {
     return Mask(first_lanes(std::clamp<i64>(to, 0, 16)) & ~first_lanes(std::clamp<i64>(from, 0, 16)));
 }
+inline std::uint32_t bits_of(Mask m) { return m; }
 inline Floats select(Mask m, Floats if_set, Floats if_clear) { return _mm512_mask_mov_ps(if_clear, m, if_set); }
 
 inline __m256i round_to_bf16(Floats x) {

@@ -87,6 +87,11 @@ inline Mask lanes_between(i64 from, i64 to) {
     const Ints lanes = {{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}, {12, 13, 14, 15}};
     return each<Mask>([&](int32x4_t lane) { return vandq_u32(vcgeq_s32(lane, first), vcltq_s32(lane, end)); }, lanes);
 }
+inline std::uint32_t bits_of(uint32x4_t m) {
+    const uint32x4_t weights = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(m, weights));
+}
+inline std::uint32_t bits_of(Mask m) { return bits_of(m.a) | bits_of(m.b) << 4 | bits_of(m.c) << 8 | bits_of(m.d) << 12; }
 inline Floats select(Mask m, Floats if_set, Floats if_clear) {
     return each([](uint32x4_t mask, float32x4_t a, float32x4_t b) { return vbslq_f32(mask, a, b); }, m, if_set, if_clear);
 }

@@ -1,0 +1,99 @@
+"""DRY: makes tokens less likely that would continue a repetition, as llama.cpp does."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.backend.forward_pass import SamplingParams
+
+_END = -1
+"""Ends each breaker in `SamplingParams.dry_breakers`."""
+_SPARE_TOKENS = 256
+_MAX_PENALTY = 1e30
+"""Leaves logits finite."""
+_LARGEST_LOG = math.log(float(np.finfo(np.float32).max))
+
+
+class Repetitions:
+    """One slot's DRY: the tokens of its sequence by position, and the breakers, in arrays that kernels read too.
+
+    A breaker is a run of tokens that no repetition extends over; an embedding of the prompt is one as well.
+    """
+
+    def __init__(self, params: SamplingParams, token_ids: NDArray[np.int32], vocab_size: int) -> None:
+        self._params = params
+        self.tokens = np.concatenate([token_ids, np.empty(_SPARE_TOKENS, np.int32)])
+        flat = np.frombuffer(params.dry_breakers, np.int32)
+        ends = np.flatnonzero(flat == _END)
+        runs = sorted(
+            (tuple(run[:-1].tolist()) for run in np.split(flat, ends + 1) if len(run) > 1),
+            key=lambda run: (run[0], len(run)),
+        )
+        self.heads = np.array([run[0] for run in runs], np.int32)
+        """Ascending; of equal ones the shortest breaker first."""
+        self.tail_starts = np.cumsum([0, *(len(run) - 1 for run in runs)], dtype=np.int64)
+        self.tail_tokens = np.array([token for run in runs for token in run[1:]], np.int32)
+        self._is_head = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+        self._is_head[self.heads] = True
+        self.heads_mask = np.packbits(self._is_head, bitorder="little")
+        self.window = params.dry_penalty_last_n if params.dry_penalty_last_n >= 0 else 1 << 62
+
+    def make_room(self, position: int) -> bool:
+        """Return whether the tokens have moved."""
+        if position < len(self.tokens):
+            return False
+        self.tokens = np.concatenate([self.tokens, np.empty(position + _SPARE_TOKENS, np.int32)])
+        return True
+
+    def penalise(self, logits: NDArray[np.float32], position: int) -> None:
+        """Change the logits [V] of the token at this position in place."""
+        params, num = self._params, min(position, self.window)
+        tokens = self.tokens[position - num : position]
+        limit = self._length_since_breaker(tokens)
+        if limit < params.dry_allowed_length or num < 2:
+            return
+        lengths, following = _match_lengths(tokens, limit), tokens[1:]
+        continuing = (lengths >= params.dry_allowed_length) & (following >= 0)
+        ids, places = np.unique(following[continuing], return_inverse=True)
+        longest = np.zeros(len(ids), np.int64)
+        np.maximum.at(longest, places, lengths[continuing])
+        highest = int(_LARGEST_LOG / math.log(params.dry_base)) if params.dry_base > 1.000001 else 1 << 62
+        for token, length in zip(ids.tolist(), longest.tolist(), strict=True):
+            if () not in self._tails_of(token):
+                power = min(length - params.dry_allowed_length, highest)
+                logits[token] -= np.float32(min(params.dry_multiplier * params.dry_base**power, _MAX_PENALTY))
+
+    def _tails_of(self, head: int) -> list[tuple[int, ...]]:
+        """The other tokens of the breakers that begin with head, the shortest first."""
+        first, end = np.searchsorted(self.heads, [head, head + 1]).tolist()
+        starts = self.tail_starts.tolist()
+        return [tuple(self.tail_tokens[starts[b] : starts[b + 1]].tolist()) for b in range(first, end)]
+
+    def _length_since_breaker(self, tokens: NDArray[np.int32]) -> int:
+        """How many of the last tokens lie behind the last breaker."""
+        for index in np.flatnonzero((tokens < 0) | self._is_head[tokens])[::-1].tolist():
+            if tokens[index] < 0:
+                return len(tokens) - 1 - int(index)
+            for tail in reversed(self._tails_of(int(tokens[index]))):
+                if tuple(tokens[index + 1 : index + 1 + len(tail)].tolist()) == tail:
+                    return len(tokens) - 1 - int(index) - len(tail)
+        return len(tokens)
+
+
+def _match_lengths(tokens: NDArray[np.int32], limit: int) -> NDArray[np.int64]:
+    """Return [n - 1]: how many tokens up to each one, itself included, equal those at the end; at most limit."""
+    lengths = np.zeros(len(tokens) - 1, np.int64)
+    matching = np.arange(len(tokens) - 1)
+    for back in range(limit):
+        matching = matching[matching >= back]
+        matching = matching[tokens[matching - back] == tokens[-1 - back]]
+        if not len(matching):
+            break
+        lengths[matching] = back + 1
+    return lengths
