@@ -239,8 +239,7 @@ class Sequence:
         """Tokens whose KV is computed by the steps launched so far."""
         self.num_given_tokens = len(self.tokens)
         """Tokens known at admission, or at the last rewind."""
-        self.guesser: Guesser | None = None
-        """Guesses its next tokens, once it decodes."""
+        self.guesser: Guesser | None = None  # made when it decodes
         self.generation = 0
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1

@@ -181,8 +181,7 @@ class ChainPass:
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
-        ends, written = [], set[int]()
-        self._written = []
+        ends, written, self._written = [], set[int](), []
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
