@@ -215,8 +215,7 @@ class Sequence:
         self.rank = rank
         """Lower runs sooner and is preempted later."""
         self.admitted_ns = admitted_ns or NEW
-        """When an earlier backend, or a frontend without one, first admitted it: among equal ranks the oldest runs
-        first. NEW for a new sequence, which runs after all of these."""
+        """When a backend, or a frontend without one, first admitted it. Of equal ranks the oldest runs first, NEW last."""
         self.group: Group | None = None
         """The request to which it belongs with others."""
         self.round = 0
