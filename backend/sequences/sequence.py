@@ -169,8 +169,7 @@ class Sequence:
         constraints: SequenceConstraints | None = None,
     ) -> None:
         # Tokens
-        self.tokens = array("i")
-        self.tokens.frombytes(tokens)
+        self.tokens = array("i", tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
@@ -215,7 +214,7 @@ class Sequence:
         self.rank = rank
         """Lower runs sooner and is preempted later."""
         self.admitted_ns = admitted_ns or NEW
-        """When a backend, or a frontend without one, first admitted it. Of equal ranks the oldest runs first, NEW last."""
+        """When a backend, or a frontend without one, first admitted it: of equal ranks the oldest runs first."""
         self.group: Group | None = None
         """The request to which it belongs with others."""
         self.round = 0
@@ -268,8 +267,7 @@ class Sequence:
 
     def shorten(self, tokens: bytes, constraints: SequenceConstraints | None) -> None:
         """Begin with fewer of the tokens, and with the constraints after these. It has not been scheduled yet."""
-        self.tokens = array("i")
-        self.tokens.frombytes(tokens)
+        self.tokens = array("i", tokens)
         self.num_given_tokens = len(self.tokens)
         self.constraints = constraints
 
