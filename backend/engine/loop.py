@@ -87,6 +87,8 @@ class Engine:
         """Failed steps in a row."""
         self._has_drafts = False
         """The last launched step has drafts: until its result is applied, no later token's position is known."""
+        self._ended_s = 0.0
+        """When the step ended that was applied in this turn; 0 if none was, or it is unknown."""
         self.plan_due_s: float | None = None
         """Seconds from the end of the last turn to the next plan; None if no plan is due before an event."""
 
@@ -142,6 +144,7 @@ class Engine:
         self._intake.readmit_separated()
         self._intake.admit_after_grace()
         self.plan_due_s = self._plan_steps()
+        self._ended_s = 0.0
         for sequence in self._scheduler.take_preempted():
             if self._recorder is not None:
                 self._recorder.note_preemption(sequence)
@@ -195,6 +198,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.note_plan(plan, batch)
             self._executor.launch(plan, batch, self._scheduler.take_saves())
+            if self._has_drafts and self._ended_s:
+                self._step_timing.note_gap(self._clock() - self._ended_s)
             self._has_drafts = bool(plan.drafts)
             self._step_timing.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
 
@@ -208,6 +213,7 @@ class Engine:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
         self._scheduler.host_offload.note_step_ended()
+        self._ended_s = result.ended_s
         num_tokens = plan.num_tokens
         board.steps += 1
         board.computed_tokens += num_tokens

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.backend.sequences.sequence import Sequence
 
 _MAX_ROWS = 16
@@ -20,16 +18,26 @@ _MIN_CHANCE = 0.1
 _PLANS_PER_TRIAL = 32
 """Of plans whose likely drafts seem to cost too much, one in so many has some: an old measurement is renewed."""
 _TRIED_CHANCE, _MAX_TRIED = 0.6, 8
-_GAP_S = 0.0003
-"""Time between a step with drafts and the next, which cannot be planned ahead."""
+_MIN_GAIN = 1.15
+"""Drafts must promise at least this many times the tokens a second: times of steps are estimates."""
+
+
+class StepTimes(Protocol):
+    """Measured times of steps: `StepTiming`."""
+
+    gap_s: float
+    """From the end of a step with drafts to the next one, which cannot be planned ahead."""
+
+    def typical_s(self, num_tokens: int) -> float | None:
+        """The duration of a step of so many tokens; None if it is not known yet."""
+        ...
 
 
 class Drafting:
     """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
 
-    def __init__(self, step_s: Callable[[int], float | None]) -> None:
-        """step_s: the duration of a step of so many tokens; None if it is not known yet."""
-        self._step_s = step_s
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
         self._num_refused = 0
         """Plans without drafts of which one was likely."""
 
@@ -67,12 +75,12 @@ class Drafting:
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""
-        alone_s, all_s = self._step_s(num_rows), self._step_s(num_rows + len(chances))
+        alone_s, all_s = self._times.typical_s(num_rows), self._times.typical_s(num_rows + len(chances))
         if alone_s is None or all_s is None:
             return 0
         draft_s = max(0.0, all_s - alone_s) / len(chances)
-        best, best_rate = 0, num_rows / alone_s
-        num_tokens, seconds = float(num_rows), alone_s + _GAP_S
+        best, best_rate = 0, _MIN_GAIN * num_rows / alone_s
+        num_tokens, seconds = float(num_rows), alone_s + self._times.gap_s
         for count, chance in enumerate(chances, start=1):
             num_tokens += chance
             seconds += draft_s

@@ -113,7 +113,7 @@ def create_scheduler(
         num_plans_ahead=options.batch_channel_capacity,
         keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
         kv_windows=forward_pass.spec.kv_windows,
-        drafting=Drafting(step_timing.typical_s) if verifies_drafts and options.speculation != "none" else None,
+        drafting=Drafting(step_timing) if verifies_drafts and options.speculation != "none" else None,
     )
     pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
     builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)

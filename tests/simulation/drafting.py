@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ class SimulatedDrafting(Drafting):
     """Knows the tokens of each request beforehand."""
 
     def __init__(self, world: World, rng: Random) -> None:
-        super().__init__(lambda _: None)
+        super().__init__(StepTiming())
         self._world, self._rng = world, rng
 
     def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import PassOptions, StepBatch
 from penstock.backend.passes.decoder import cpu_pass
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -49,7 +50,7 @@ class Foretold(Drafting):
     """Drafts tokens that requests are known to receive, with some errors."""
 
     def __init__(self, answers: dict[int, list[int]], error_rate: float = 0.2) -> None:
-        super().__init__(lambda _: None)
+        super().__init__(StepTiming())
         self._answers, self._error_rate = answers, error_rate
         self._rng = np.random.default_rng(5)
 
@@ -164,7 +165,11 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
 )
 def test_drafts_are_made_where_they_cost_little(token_s: float, fixed_s: float, *, is_worth_it: bool) -> None:
     """A step that is as long as the gap behind it leaves nothing to gain. Few are tried nevertheless."""
-    bench = Bench(drafting=Drafting(lambda num_tokens: fixed_s + token_s * num_tokens), vocab_size=4, max_context=600)
+    times = StepTiming()
+    for num_tokens in (1, 64):
+        times.note_plan(num_tokens, 0.0)
+        times.note_result(num_tokens, fixed_s + token_s * num_tokens, 0.0)
+    bench = Bench(drafting=Drafting(times), vocab_size=4, max_context=600)
     bench.forward_pass.forward = lambda batch: _next_of_three(bench.forward_pass, batch)
     bench.submit([1, 2, 3] * 6, 500)
     bench.run_dry()
