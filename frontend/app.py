@@ -15,8 +15,11 @@ from penstock.frontend.endpoints import (
     tokens,
 )
 from penstock.frontend.endpoints.context import EndpointContext
-from penstock.frontend.endpoints.docs import endpoint_docs, pooling_docs
+from penstock.frontend.endpoints.docs import endpoint_docs, local_docs, pooling_docs
 from penstock.frontend.endpoints.docs.openapi import Documentation
+from penstock.frontend.endpoints.llama_cpp import completion, infill, props, slots
+from penstock.frontend.endpoints.ollama import chat, embed, generate, library
+from penstock.frontend.endpoints.ollama import models as ollama_models
 from penstock.frontend.endpoints.pooling import (
     cohere_embed,
     openai_embeddings,
@@ -79,6 +82,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/v1/responses/input_tokens": post(responses.count_input, docs.COUNT_RESPONSE),
         "/v1/messages/count_tokens": post(messages.count_tokens, docs.COUNT_MESSAGE),
         **_pooling_routes(),
+        **_local_routes(),
         "/tokenize": post(tokens.tokenize, docs.TOKENIZE),
         "/detokenize": post(tokens.detokenize, docs.DETOKENIZE),
         "/apply-template": post(tokens.apply_template, docs.TEMPLATE),
@@ -95,6 +99,7 @@ def _routes(responses: Responses) -> dict[str, Methods]:
         "/version": get(health.version, docs.VERSION),
         "/v1/load": get(metrics.load, docs.LOAD),
         "/health": get(health.health, docs.HEALTH, needs_key=False),
+        "/v1/health": get(health.health, docs.HEALTH, needs_key=False),
         "/ping": get(health.health, docs.HEALTH, needs_key=False),
         health.READY_PATH: get(health.ready, docs.READY, needs_key=False),
         "/metrics": get(metrics.prometheus, docs.METRICS, needs_key=False),
@@ -122,6 +127,27 @@ def _pooling_routes() -> dict[str, Methods]:
         "/predict": post(tei_predict.predict, docs.PREDICT),
         "/decode": post(tei_tokens.decode, docs.DECODE),
         "/info": get(tei_info.info, docs.INFO),
+    }
+
+
+def _local_routes() -> dict[str, Methods]:
+    docs = local_docs
+    return {
+        "/api/chat": post(chat.chat, docs.CHAT),
+        "/api/generate": post(generate.generate, docs.GENERATE),
+        "/api/embed": post(embed.embed, docs.EMBED),
+        "/api/embeddings": post(embed.embeddings, docs.EMBEDDINGS),
+        "/api/tags": get(ollama_models.tags, docs.TAGS),
+        "/api/ps": get(ollama_models.ps, docs.PS),
+        "/api/show": post(ollama_models.show, docs.SHOW),
+        "/api/version": get(ollama_models.version, docs.API_VERSION),
+        "/api/pull": post(library.pull, docs.PULL),
+        "/api/delete": delete(library.delete, docs.DELETE_MODEL),
+        "/completion": post(completion.complete, docs.COMPLETION),
+        "/infill": post(infill.infill, docs.INFILL),
+        "/props": get(props.props, docs.PROPS),
+        "/slots": get(slots.slots, docs.SLOTS),
+        "/lora-adapters": get(slots.lora_adapters, docs.LORA_ADAPTERS),
     }
 
 

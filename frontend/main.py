@@ -32,7 +32,6 @@ from penstock.frontend.settings import (
     WORKER_SETTINGS_VARIABLE,
     AccessSettings,
     ModelSocket,
-    ParserNames,
     TracingSettings,
     WorkerLimits,
     WorkerSettings,
@@ -109,12 +108,13 @@ def serve(options: FrontendOptions) -> int:
         log_level=options.log_level,
         log_json=options.log_json,
         tracing=_tracing(options),
-        parsers=ParserNames(options.tool_parser, options.reasoning_parser, options.special_tokens_in_chats),
+        parsers=options.parsers(),
         id_mark="" if options.server_number is None else f"{options.server_number:04x}",
         starts_alone=options.listen_fd is None,
         chat_template_path=_text(options.chat_template),
     )
     manager = find_service_manager("frontend")
+    workers = [_worker(settings, number, options) for number in range(options.workers)]
     if options.listen_fd is None:  # otherwise the process that handed the socket over prints it
         address = address_of(listening, tls=tls is not None)
         _log(f"listening on {address} with {options.workers} worker(s)")
@@ -124,7 +124,7 @@ def serve(options: FrontendOptions) -> int:
         listening.close()
 
     supervisor = Supervisor(
-        [_worker(settings, number, options) for number in range(options.workers)],
+        workers,
         log=_log,
         stop_timeout_s=options.drain_timeout_s + _STOP_MARGIN_S,
         # The workers close theirs. While any copy is open, clients can connect to a server that never answers.
@@ -146,7 +146,6 @@ def _worker(settings: WorkerSettings, number: int, options: FrontendOptions) -> 
         pass_fds=tuple(fd for fd in _passed_fds(settings) if fd >= 0),
         env=without_secrets(os.environ) | {WORKER_SETTINGS_VARIABLE: encoded.decode()},
         reloads=reloads(options),
-        may_die_often=True,  # an input may make a native library abort: whoever sends it again must not stop the server
     )
 
 

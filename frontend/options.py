@@ -12,7 +12,14 @@ from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.frontend.endpoints.responses.storage.state_files import default_state_dir
-from penstock.frontend.settings import ClientTokens, EngineView, ReasoningParserName, TenantBy, ToolParserName
+from penstock.frontend.settings import (
+    ClientTokens,
+    EngineView,
+    ParserNames,
+    ReasoningParserName,
+    TenantBy,
+    ToolParserName,
+)
 from penstock.process.options import ByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
@@ -44,7 +51,8 @@ def _check_mode(_type: Any, tokens: Sequence[Token]) -> str:
 
 _GROUPS = {
     "Used most": "host port workers api_key",
-    "Model and weights": "tool_parser reasoning_parser chat_template special_tokens_in_chats",
+    "Model and weights": "tool_parser reasoning_parser chat_template special_tokens_in_chats allow_token_ids "
+    "truncate_inputs",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
     "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
     "Limits of requests": "max_body max_open_requests response_store state_dir strict",
@@ -181,6 +189,14 @@ class FrontendOptions:
     """What a client's <|im_end|> or another special token is in a chat's messages, tools and documents: text, or the
     token, with which a text can end its message and begin another role's."""
 
+    allow_token_ids: bool = False
+    """Take token ids as input of embeddings and classification. LangChain sends those of OpenAI's tokenizer unless it
+    has check_embedding_ctx_length=False; in another model they are other words."""
+
+    truncate_inputs: bool | None = None
+    """Truncate inputs that are too long for embeddings or scores, unless the request says otherwise. Default:
+    yes for a model whose files name max_seq_length, as sentence-transformers does; others are refused."""
+
     strict: bool = False
     """Refuse requests with unknown fields, which are otherwise ignored."""
 
@@ -216,3 +232,12 @@ class FrontendOptions:
 
     trace_sample_ratio: Annotated[float, Parameter(validator=Number(gte=0.0, lte=1.0))] = 1.0
     """Share of the requests that are traced. A caller that sends the header traceparent decides for its own."""
+
+    def parsers(self) -> ParserNames:
+        return ParserNames(
+            self.tool_parser,
+            self.reasoning_parser,
+            self.special_tokens_in_chats,
+            self.allow_token_ids,
+            self.truncate_inputs,
+        )

@@ -57,12 +57,16 @@ class WorkerLimits:
 
 
 class ParserNames(Struct, frozen=True):
-    """Which parsers read the model's reasoning and tool calls, and clients' special tokens. auto chooses by the chat
-    template."""
+    """Which parsers read the model's reasoning and tool calls, and how clients' inputs are read. auto chooses by the
+    chat template."""
 
     tools: ToolParserName = "auto"
     reasoning: ReasoningParserName = "auto"
     special_tokens: ClientTokens = "text"
+    takes_token_ids: bool = False
+    """For models that compute vectors."""
+    truncates_inputs: bool | None = None
+    """For the same; None leaves it to the model's files."""
 
 
 class AccessSettings(Struct, frozen=True):

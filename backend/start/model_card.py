@@ -16,7 +16,7 @@ from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.formats.quant_method import declared_method, with_own_file
 from penstock.backend.errors import StartupError
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
-from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, encode
+from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, Sampling, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +58,7 @@ def make_card(
     if generation.not_applied:
         named = ", ".join(f"{key} to {shorten(value)}" for key, value in generation.not_applied.items())
         logger.warning("the model's files set %s, which is not applied", named)
-    chosen = read_default_sampling(settings.get(SAMPLING_SETTING, "{}"))
+    sampling = _default_sampling(generation.sampling, settings.get(SAMPLING_SETTING, "{}"), spec)
     card = ModelCard(
         model_id=names.model_id,
         model_dir=str(model_dir.resolve()),
@@ -67,7 +67,7 @@ def make_card(
         max_context_tokens=plan.max_context_tokens,
         max_waiting=max_waiting,
         eos_token_ids=generation.eos_token_ids,
-        default_sampling=msgspec.structs.replace(generation.sampling, **chosen),
+        default_sampling=sampling,
         fingerprint=fingerprint(model_dir, " ".join(settings.values())),
         quantization=_quantization(spec, model_dir),
         generates=spec.generates,
@@ -86,6 +86,19 @@ def make_card(
         return msgspec.msgpack.decode(encoded, type=ModelCard)
     except msgspec.ValidationError as error:
         raise StartupError(f"the model cannot be announced to frontends: {error}") from None
+
+
+def _default_sampling(of_files: Sampling, option: str, spec: PassSpec) -> Sampling:
+    """Raises StartupError."""
+    chosen = read_default_sampling(option)
+    sampling = msgspec.structs.replace(of_files, **chosen)
+    name = sampling.llama_cpp_field
+    if name is None or spec.has_llama_cpp_sampling:
+        return sampling
+    if name in chosen:
+        raise StartupError(f"--default-sampling: {name}: this forward pass samples without it; the CPU's know it")
+    logger.warning("the model's files set %s, which this forward pass does not apply", name)
+    return msgspec.structs.replace(sampling, xtc_probability=0.0)
 
 
 def _pooled(spec: PassSpec) -> tuple[PooledWidth, ...]:

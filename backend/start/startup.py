@@ -22,11 +22,11 @@ from penstock.backend.kv_cache.budget.kv_plan import (
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan, plan_whole
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.model_names import DEMO_MODEL
 from penstock.backend.passes.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.start.lora_modules import read_adapters
 from penstock.backend.start.pass_checks import check_adapters, check_groups
-from penstock.backend.start.shipped_models import DEMO_MODEL, SHIPPED_MODELS
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
@@ -97,13 +97,13 @@ def locate_config(options: BackendOptions) -> Path:
     Raises StartupError.
     """
     name = DEMO_MODEL if options.model is None else options.model
-    return SHIPPED_MODELS.get(name) or resolve_config(name, options.revision)
+    return resolve_config(name, options.revision)
 
 
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
     name = DEMO_MODEL if options.model is None else options.model
-    return SHIPPED_MODELS.get(name) or resolve_model(name, options.revision, config_dir)
+    return resolve_model(name, options.revision, config_dir)
 
 
 def pass_name(options: BackendOptions, config_dir: Path) -> str:

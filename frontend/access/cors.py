@@ -17,7 +17,7 @@ _MAX_AGE_S = 600
 _REQUESTED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 _EXPOSED = (
     b"x-request-id, retry-after, server-timing, x-penstock-coalesced, x-penstock-ignored, "
-    b"x-penstock-stream, x-penstock-not-stored, x-penstock-tools, "
+    b"x-penstock-stream, x-penstock-request, x-penstock-not-stored, x-penstock-tools, "
     b"x-ratelimit-limit-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, "
     b"x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
 )

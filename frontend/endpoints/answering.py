@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.prompts import render_chat, truncated
+from penstock.frontend.endpoints.prompts import encode_prompts, fill_in_model, render_chat, truncated
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-from penstock.frontend.generation.answer_rules.chat_rules import chat_answer_rules
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
+from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choices.answers import answer_stream, answer_whole
 from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
@@ -20,22 +21,25 @@ from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC
-from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.frontend.formats.base import Format
     from penstock.frontend.generation.choices.answers import Settle
     from penstock.frontend.generation.models.served_model import ServedModel
+    from penstock.frontend.schemas.chat import ChatBody
+    from penstock.frontend.schemas.completion import CompletionBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.frontend.transport.exchange import Exchange
 
     MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
 _TOOLS_HEADER = b"x-penstock-tools"
+_REQUEST_HEADER = b"x-penstock-request"
+"""The number of the first choice in the flight recorder, where the engine view finds it."""
 _INLINE_BODY_BYTES = 64 << 10
 """Chats from larger bodies are rendered in a thread."""
 
@@ -64,8 +68,10 @@ async def answer_chat(
     style: AnswerStyle,
     *,
     num_body_bytes: int,
+    before: Sequence[int] = (),
 ) -> None:
-    """Answer a chat, whichever endpoint's body it was made from. num_body_bytes is the size of that body.
+    """Answer a chat, whichever endpoint's body it was made from. num_body_bytes is the size of that body; before are
+    tokens that go before the chat's.
 
     Raises ApiError, ClientGoneError.
     """
@@ -75,7 +81,18 @@ async def answer_chat(
         prompt, rules = await chat_answer_rules(body, prompt, served)
     if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
-    await answer_prompts(exchange, PreparedRequest(body, [prompt], rules), served, style)
+    await answer_prompts(exchange, PreparedRequest(body, [[*before, *prompt]], rules), served, style)
+
+
+async def answer_completion(exchange: Exchange, body: CompletionBody, served: ServedModel, style: AnswerStyle) -> None:
+    """Answer a completion, whichever endpoint's body it was made from. Raises ApiError, ClientGoneError."""
+    refuse_if_full(exchange, body, served)
+    async with exchange.cancelled_on_disconnect():
+        prompts = await encode_prompts(body, served)
+    if body.suffix:
+        served, _ = fill_in_model(served, "suffix")
+    rules = AnswerRules(grammar=requested_grammar(body))
+    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, style)
 
 
 def refuse_if_full(exchange: Exchange, body: AnsweredBody, served: ServedModel) -> None:
@@ -95,11 +112,12 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         lingering.begun = (response_id, created)
         served = prepare_to_linger(lingering, body, served)
     backend = served.backend
+    exchange.waits_for_backend = lambda: not backend.ready
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
     prompts = [truncated(body, prompt, card) for prompt in request.prompts]
-    if style.stops_at_context and isinstance(body, ChatBody):
-        body = limited_by_context(body, len(prompts[0]), card)
+    if style.stops_at_context:
+        body = limited_by_context(body, max(map(len, prompts)), card)
     request = replace(request, body=body, prompts=prompts)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
     identity = Identity(response_id, created, answering_name(card, body.model), card.fingerprint or None)
@@ -111,6 +129,8 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         exchange.more_headers = (*exchange.more_headers, (STREAM_HEADER, response_id.encode()))
     try:
         choices = await submit(request, policy, served, exchange.claim, linger)
+        number = (_REQUEST_HEADER, b"%d" % choices[0].stream.request_id)
+        exchange.more_headers = (*exchange.more_headers, number)
         log_entry.max_tokens = max(choice.prompt.max_tokens for choice in choices)
         runner = ChoiceRunner(
             exchange,
@@ -123,7 +143,7 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
         )
         if body.return_timings or body.timings_per_token:
             usage.timings = lambda: runner.timings().as_dict()
-        if isinstance(body, ChatBody) and body.return_progress:
+        if body.return_progress:
             usage.progress = runner.prompt_progress
         exchange.on_disconnect(runner.cancel)
         if not body.stream:

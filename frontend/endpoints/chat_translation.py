@@ -15,13 +15,12 @@ from penstock.frontend.transport.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SHARED = tuple(
-    field.name for field in msgspec.structs.fields(GenerationBody) if field.name not in ("response_format", "metadata")
-)
+_OWN = ("response_format", "metadata", "suffix")
+_SHARED = tuple(field.name for field in msgspec.structs.fields(GenerationBody) if field.name not in _OWN)
 
 
 def shared_fields(body: GenerationBody) -> dict[str, Any]:
-    """Return the fields that a body has in common with a chat request."""
+    """Return the fields that a body has in common with a chat or completion."""
     return {name: getattr(body, name) for name in _SHARED}
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.frontend.text.chat_template import TemplateRefusedError, TooMuchWorkError
 from penstock.frontend.text.render_budget import INLINE
-from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
 if TYPE_CHECKING:
     from penstock.frontend.generation.models.served_model import ServedModel
+    from penstock.frontend.parsing.syntax.fill_in import FillInTokens
     from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.completion import CompletionBody
     from penstock.frontend.schemas.decoding import AnsweredBody
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 PIECE_TOKENS = 1 << 16
 """Token ids that one call of C code may handle: it holds the interpreter's lock throughout. Longer lists are split."""
+_ONE = "☺"
+"""A text that no tokenizer joins with what follows."""
 
 
 async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
@@ -60,8 +64,8 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
     """Return the token ids of a completion's prompts, given as texts or as token ids. Raises ApiError."""
     given = body.prompts()
     texts = [prompt for prompt in given if isinstance(prompt, str)]
-    if texts:
-        with_special = body.add_special_tokens is not False
+    with_special = body.add_special_tokens is not False
+    if texts and not body.suffix:
         return await _encode(body, "prompt", texts, served, add_special_tokens=with_special)
     prompts = [prompt for prompt in given if isinstance(prompt, list)]
 
@@ -70,7 +74,45 @@ async def encode_prompts(body: CompletionBody, served: ServedModel) -> list[list
             check_token_ids(f"prompt[{position}]" if body.has_several_prompts() else "prompt", prompt, served.card)
 
     await asyncio.to_thread(check) if sum(map(len, prompts)) > PIECE_TOKENS else check()
+    if body.suffix:
+        _, tokens = fill_in_model(served, "suffix")
+        check_length("prompt", [*texts, body.suffix], served)
+        prompts += await served.tokenizer.encode_as_text(texts, tokens.spellings)
+        return await fill_in_prompts(prompts, body.suffix, served, tokens, with_special=with_special)
     return prompts
+
+
+def fill_in_model(served: ServedModel, field: str) -> tuple[ServedModel, FillInTokens]:
+    """Return the model whose answers end where what is filled in ends, and its tokens for that. Raises ApiError."""
+    tokens = served.syntax.fill_in
+    if tokens is None:
+        message = f"{field}: {shorten(served.card.model_id)} has no tokens for filling in, such as <|fim_prefix|>"
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=field)
+    ends = (token_id for token_id in tokens.ends if token_id not in served.end_token_ids)
+    return replace(served, turn_end_ids=(*served.turn_end_ids, *ends)), tokens
+
+
+async def fill_in_prompts(
+    prefixes: list[list[int]], suffix: str, served: ServedModel, tokens: FillInTokens, *, with_special: bool = True
+) -> list[list[int]]:
+    """Return the prompts that ask for the text between each prefix and the suffix. Raises ApiError."""
+    tokenizer = served.tokenizer
+    one, begun, bare = await tokenizer.encode_as_text([_ONE, f"{_ONE}{suffix}", suffix], tokens.spellings)
+    # SentencePiece puts a space before each text, but the suffix continues a line.
+    has_space = bool(one) and tokenizer.token_bytes(one[0]).startswith(b" ") and begun[: len(one)] == one
+    after = begun[len(one) :] if has_space else bare
+    (whole,) = await tokenizer.encode([_ONE], add_special_tokens=with_special)
+    begin = whole[: whole.index(one[0])] if one else whole
+    return [[*begin, *tokens.around(prefix, after)] for prefix in prefixes]
+
+
+def check_length(field: str, texts: list[str], served: ServedModel) -> None:
+    """Refuse texts by their length alone, before they are encoded. Raises ApiError."""
+    limit = served.card.max_context_tokens
+    least = max(map(served.tokenizer.min_num_tokens, texts), default=0)
+    if least > limit:
+        message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
+        raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
 
 
 async def _encode(
@@ -82,12 +124,8 @@ async def _encode(
     add_special_tokens: bool,
     mark: str = "",
 ) -> list[list[int]]:
-    limit = served.card.max_context_tokens
-    for text in texts if body.truncate_prompt_tokens is None else ():
-        least = served.tokenizer.min_num_tokens(text)
-        if least > limit:
-            message = f"{field}: at least {least} tokens, but the context of this model is {limit} tokens"
-            raise ApiError(ErrorKind.CONTEXT_TOO_LONG, message, param=field)
+    if body.truncate_prompt_tokens is None:
+        check_length(field, texts, served)
     return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens, mark=mark)
 
 

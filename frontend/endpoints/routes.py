@@ -84,7 +84,7 @@ class RouteTable:
         """Return the path that a client with a wrong base URL intends: with /v1 once, and without a slash
         at the end."""
         bare = path.rstrip("/")
-        for known in (bare, f"/v1{bare}", bare.replace("/v1", "", 1), bare[bare.find("/v1") :]):
+        for known in (bare, f"/v1{bare}", bare[bare.find("/v1") :], bare.replace("/v1", "", 1)):
             if known in self._routes and known != path:
                 return known
         return None

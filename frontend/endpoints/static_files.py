@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 # A model's text is shown as HTML, and only the sanitizer may make HTML from text (Trusted Types, W3C).
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
-    b"form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    b"manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types dompurify"
 )
 _MANUAL_POLICY = (
     b"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     b"connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The generator of the manual writes scripts into its pages."""
-_CONTENT_TYPES = {"html": HTML, "css": CSS, "js": SCRIPT}
-_MANUAL_TYPES = _CONTENT_TYPES | {"json": "application/json", "png": "image/png", "svg": "image/svg+xml"}
+_MANIFEST = "application/manifest+json"
+_CONTENT_TYPES = {"html": HTML, "css": CSS, "js": SCRIPT, "svg": "image/svg+xml", "webmanifest": _MANIFEST}
+_MANUAL_TYPES = _CONTENT_TYPES | {"json": "application/json", "png": "image/png"}
 
 
 class StaticFiles:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
-from penstock.frontend.endpoints.prompts import encode_prompts
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_completion
 from penstock.frontend.formats.completion import CompletionFormat
-from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
-from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.submission.submit import PreparedRequest
 from penstock.frontend.schemas.decoding import decode_completion
 
 if TYPE_CHECKING:
@@ -22,8 +18,4 @@ _STYLE = AnswerStyle("cmpl-", CompletionFormat)
 async def create_completion(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/completions. Raises ApiError, ClientGoneError."""
     body, served, _ = await context.receive_body(exchange, decode_completion)
-    refuse_if_full(exchange, body, served)
-    async with exchange.cancelled_on_disconnect():
-        prompts = await encode_prompts(body, served)
-    rules = AnswerRules(grammar=requested_grammar(body))
-    await answer_prompts(exchange, PreparedRequest(body, prompts, rules), served, _STYLE)
+    await answer_completion(exchange, body, served, _STYLE)

@@ -111,7 +111,10 @@ async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: Served
 
 
 async def _llama_cpp_answer(body: TokenizeBody, content: str, served: ServedModel) -> list[bytes]:
-    token_ids = await _encode(served, content, add_special_tokens=body.add_special is True)
+    text, mark = content, ""
+    if body.parse_special is False:
+        (text,), mark = served.tokenizer.spellings().mark_texts([content])
+    (token_ids,) = await served.tokenizer.encode([text], add_special_tokens=body.add_special is True, mark=mark)
     if body.with_pieces:
         tokens = await _each(token_ids, lambda token_id: {"id": token_id, "piece": _piece(served, token_id)})
     else:

@@ -106,3 +106,11 @@ class StreamUsageOptions:
     at_the_end: bool = False
     in_every_chunk: bool = False
     timings_in_every_chunk: bool = False
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments as an object; empty if the call was cut off or the model wrote something else."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return {}

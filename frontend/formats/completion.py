@@ -34,10 +34,15 @@ class CompletionFormat:
     def opening(self, index: int, prompt_token_ids: Sequence[int] = ()) -> bytes:
         if prompt_token_ids:
             self._prompt_token_ids[index] = prompt_token_ids
-        return b""
+        return b"" if self._usage.progress is None or index else self._progress(index)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        return self._piece(index, delta)
+        return self._progress(index) if delta.has_progress else self._piece(index, delta)
+
+    def _progress(self, index: int) -> bytes:
+        progress = {} if self._usage.progress is None else self._usage.progress()
+        chunk = self._chunk(index, b'""')
+        return chunk[:-3] + b',"prompt_progress":' + encode(progress) + chunk[-3:]
 
     def last(self, index: int, delta: Delta, finish_reason: str, stopped_by: str | int | None) -> bytes:
         more = b"" if stopped_by is None else b',"stop_reason":' + encode(stopped_by)

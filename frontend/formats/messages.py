@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from penstock.frontend.formats.base import Format, encode
+from penstock.frontend.formats.base import Format, call_arguments, encode
 from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
 from penstock.frontend.transport.errors import anthropic_error
 
@@ -128,7 +126,7 @@ class MessagesFormat(Format):
             case BlockKind.TEXT:
                 return {"type": "text", "text": text}
             case BlockKind.CALL:
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(text)}
+                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": call_arguments(text)}
 
     @property
     def _signature(self) -> str:
@@ -138,11 +136,3 @@ class MessagesFormat(Format):
 
 def _event(name: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode({"type": name, **fields}))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments as an object; empty if the call was cut off or the model wrote something else."""
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return {}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.frontend.generation.questions import ask
-from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.transport.errors import invalid, shorten
 from penstock.frontend.transport.exchange import LingeringAnswer
 from penstock.shm.client import Linger, StreamName, StreamQuestion, clients_of
@@ -64,6 +63,8 @@ def read_linger(exchange: Exchange, body: Any, data: bytes, max_linger_s: int) -
     if not (value.isdigit() and len(value) <= len(str(max_linger_s)) and 1 <= int(value) <= max_linger_s):
         shown = shorten(value.decode("latin-1"))
         invalid(_HEADER, f"must be a number of seconds from 1 to {max_linger_s}, got {shown}")
+    if not exchange.path.startswith(("/v1/", "/invocations")):
+        invalid(_HEADER, f"streams of {exchange.path} cannot linger; those of /v1/chat/completions can")
     if getattr(body, "stream", None) is not True:
         invalid(_HEADER, "only for an answer that is streamed: set stream to true")
     if getattr(body, "background", None) is True:
@@ -124,11 +125,8 @@ def prepare_to_linger(lingering: LingeringAnswer, body: AnsweredBody, served: Se
 
     Raises ApiError for requests whose events would differ when written again, or cannot be kept.
     """
-    fields = {"return_timings": body.return_timings, "timings_per_token": body.timings_per_token}
-    if isinstance(body, ChatBody):
-        fields["return_progress"] = body.return_progress
-    for field, value in fields.items():
-        if value:
+    for field in ("return_timings", "timings_per_token", "return_progress"):
+        if getattr(body, field):
             invalid(field, f"not available with {_HEADER}: times are not repeated")
     if body.num_prompt_logprobs >= 0:
         invalid("echo", f"not available with logprobs and {_HEADER}")

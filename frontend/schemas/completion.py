@@ -1,14 +1,14 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and llama.cpp's /completion and /infill."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, Raw, Struct
 
-from penstock.frontend.schemas.generation import MAX_CHOICES, GenerationBody, MaxTokens, limit_of
+from penstock.frontend.schemas.generation import ABSENT, MAX_CHOICES, GenerationBody, MaxTokens, ShortText, limit_of
 from penstock.frontend.transport.errors import invalid
-from penstock.shm.messages import MAX_LOGPROBS, TokenId
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS, TokenId
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -18,7 +18,11 @@ class CompletionBody(GenerationBody, kw_only=True):
     max_tokens: MaxTokens | None = None
     best_of: Annotated[int, Meta(ge=1, le=16)] | None = None
     echo: bool | None = None
+    suffix: str | None = None  # type: ignore[assignment]  # refused elsewhere
+    """The text after the answer, which fills in what is between; empty is not given."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_progress: bool | None = None
+    """llama.cpp's: a stream reports how much of the prompt is computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,3 +95,74 @@ def check_completion(body: CompletionBody) -> None:
         invalid("best_of", "cannot be more than n when stream is true: the best are known only at the end")
     if body.max_tokens == 0 and not body.echo:
         invalid("max_tokens", "must be at least 1, got 0; 0 is allowed only with echo")
+    for field in ("echo", "truncate_prompt_tokens") if body.suffix else ():
+        if getattr(body, field) not in (None, False):
+            invalid(field, "cannot be combined with suffix")
+
+
+class PromptObject(Struct, frozen=True):
+    prompt_string: str
+    multimodal_data: Raw = ABSENT
+
+
+class ExtraText(Struct, frozen=True):
+    """A further file for /infill."""
+
+    text: str
+    filename: ShortText = "tmp"
+
+
+class NativeBody(GenerationBody, kw_only=True):
+    """llama.cpp's options that the other endpoints do not have, or under another name."""
+
+    n_predict: Annotated[int, Meta(ge=-2, le=MAX_CONTEXT_TOKENS)] | None = None
+    """Below 0: up to the context's end; 0: the prompt is only computed, for the cache."""
+    n_cmpl: Annotated[int, Meta(ge=1, le=16)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    response_fields: Annotated[list[ShortText], Meta(max_length=64)] | None = None
+    """Fields of the answer, and of objects in it as object/field; empty is all."""
+
+    post_sampling_probs: Raw = ABSENT
+
+
+UNSUPPORTED_NATIVE = ("prompt_logprobs", "stream_options")
+"""Fields of other endpoints for which llama.cpp's answers have no place."""
+
+Segments = list[str | TokenId]
+
+
+class NativeCompletionBody(NativeBody, kw_only=True):
+    """POST /completion."""
+
+    prompt: str | PromptObject | Annotated[list[str | TokenId | PromptObject | Segments], Meta(min_length=1)]
+
+    def prompts(self) -> list[Segments]:
+        """Return each prompt as texts and token ids that follow one another. Raises ApiError."""
+        if not isinstance(self.prompt, list):
+            return [_segments(self.prompt)]
+        flat = [item for item in self.prompt if isinstance(item, str | int)]
+        if len(flat) == len(self.prompt) and any(isinstance(item, int) for item in flat):
+            return [flat]
+        prompts = [_segments(item) for item in self.prompt]
+        if len(prompts) * (self.n_cmpl or 1) > MAX_CHOICES:
+            invalid("prompt", f"prompts × n_cmpl is {len(prompts) * (self.n_cmpl or 1)}; the limit is {MAX_CHOICES}")
+        return prompts
+
+
+def _segments(prompt: str | int | PromptObject | Segments) -> Segments:
+    if isinstance(prompt, PromptObject):
+        if bytes(prompt.multimodal_data) not in (b"", b"[]", b"null"):
+            invalid("prompt.multimodal_data", "no model here sees or hears")
+        return [prompt.prompt_string]
+    return prompt if isinstance(prompt, list) else [prompt]
+
+
+class InfillBody(NativeBody, kw_only=True):
+    """POST /infill. prompt is the beginning of what is filled in."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Annotated[tuple[ExtraText, ...], Meta(max_length=256)] = ()
+    prompt: str = ""

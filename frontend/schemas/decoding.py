@@ -16,7 +16,14 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.frontend.schemas.chat import ChatBody, check_chat
-from penstock.frontend.schemas.completion import CompletionBody, check_completion
+from penstock.frontend.schemas.completion import (
+    UNSUPPORTED_NATIVE,
+    CompletionBody,
+    InfillBody,
+    NativeBody,
+    NativeCompletionBody,
+    check_completion,
+)
 from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
@@ -93,6 +100,8 @@ _MAX_NOTHING_BYTES = 64
 
 _completion = msgspec.json.Decoder(CompletionBody)
 _chat = msgspec.json.Decoder(ChatBody)
+_native_completion = msgspec.json.Decoder(NativeCompletionBody)
+_infill = msgspec.json.Decoder(InfillBody)
 _any = msgspec.json.Decoder()
 _type_info = cache(msgspec.inspect.type_info)
 
@@ -100,6 +109,7 @@ AnsweredBody: TypeAlias = ChatBody | CompletionBody
 """A body that is answered. Bodies of Responses and Messages are translated to a ChatBody first."""
 
 Body = TypeVar("Body", bound=Struct)
+Native = TypeVar("Native", bound=NativeBody)
 _Decoded = TypeVar("_Decoded")
 _SMALL_BODY_BYTES = 64 << 10
 
@@ -117,6 +127,26 @@ def decode_chat(data: bytes) -> ChatBody:
     body = decode_body(_chat, data)
     check_stream_options(body)
     check_chat(body)
+    return body
+
+
+def decode_native_completion(data: bytes) -> NativeCompletionBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    body = _checked_native(decode_body(_native_completion, data))
+    body.prompts()
+    return body
+
+
+def decode_infill(data: bytes) -> InfillBody:
+    """Raises ApiError naming the field, its value and the limit."""
+    return _checked_native(decode_body(_infill, data))
+
+
+def _checked_native(body: Native) -> Native:
+    for field in UNSUPPORTED_NATIVE:
+        if getattr(body, field) is not None:
+            message = f"{field}: not supported by this endpoint"
+            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=field)
     return body
 
 

@@ -91,9 +91,6 @@ def decode_tokenize(data: bytes) -> tuple[TokenizeBody, ChatBody | None]:
         raise ApiError(ErrorKind.MISSING_FIELD, "prompt: required, or messages, or content", param="prompt")
     if len(given) > 1:
         invalid(given[1], f"cannot be combined with {given[0]}")
-    if body.parse_special is False:
-        message = "parse_special: false is not supported; the text of a special token is always read as that token"
-        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param="parse_special")
     return body, None if body.messages is None else decode_chat(data)
 
 

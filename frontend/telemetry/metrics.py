@@ -221,8 +221,8 @@ def render(worker_pid: int, sources: Sequence[Source]) -> bytes:
         backend = source.backend
         up = "1 while this worker is connected to a backend."
         page.add("backend_up", "gauge", up, [("", int(bool(backend)))])
-        page.add("lora_adapters", "gauge", "LoRA adapters that requests can name.", [("", source.num_adapters)])
         if backend is not None:
+            page.add("lora_adapters", "gauge", "LoRA adapters that requests can name.", [("", source.num_adapters)])
             _backend(page, backend)
             _streams(page, "", "", {name: backend.get(Board.TOTALS + name, 0) for name in source.worker})
             for name, help_text, histogram, unit in _FRONTEND_HISTOGRAMS:

@@ -51,6 +51,8 @@ class PoolingFiles:
     pair_template: PairTemplate | None = None
     pooling: str | None = None
     """How tokens become one vector according to sentence-transformers' files, such as "cls" or "mean"."""
+    has_own_limit: bool = False
+    """sentence-transformers' files name max_seq_length, to which that library truncates."""
 
     def activation_of(self, num_classes: int) -> Activation:
         """Return the activation. As in transformers' pipeline, one class defaults to a sigmoid, several to
@@ -76,6 +78,9 @@ class PoolingFiles:
             activation=_activation(config),
             pair_template=QWEN3_RERANKER if config.get("model_type") == "qwen3" else None,
             pooling=_pooling(model_dir),
+            has_own_limit=any(
+                isinstance(_read(path).get("max_seq_length"), int) for path in model_dir.glob("sentence_*_config.json")
+            ),
         )
 
 

@@ -77,6 +77,11 @@ class Spellings:
         others = {name: value for name, value in variables.items() if name != "messages"}
         return {**_marked(others, self._any, mark), "messages": marked + messages[num_marked:]}, mark
 
+    def mark_texts(self, texts: list[str]) -> tuple[list[str], str]:
+        """Return texts with the marks that cut a token's text; and the mark. Raises ApiError."""
+        marked, mark = self.mark({"messages": [], "texts": texts}, continues=False)
+        return [self.settle(text, mark).text for text in marked["texts"]], mark
+
     def settle(self, rendered: str, mark: str) -> MarkedText:
         """Return the prompt with the marks that cut the text of a token; the others were a precaution."""
         if not mark:

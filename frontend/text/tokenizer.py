@@ -59,8 +59,10 @@ class ModelTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
-        self._special = [token.content for token in added.values() if token.special]
-        self._own = {text for text in self._special if chat_template is not None and chat_template.takes_apart(text)}
+        self.special_tokens = [token.content for token in added.values() if token.special]
+        self._own = {
+            text for text in self.special_tokens if chat_template is not None and chat_template.takes_apart(text)
+        }
         self._spellings: dict[tuple[str, ...], Spellings] = {}
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
@@ -73,7 +75,7 @@ class ModelTokenizer:
     def spellings(self, own: tuple[str, ...] = ()) -> Spellings:
         """Return the texts of special tokens. own: those that the server writes into an assistant's message."""
         if own not in self._spellings:
-            self._spellings[own] = Spellings(self._special, self._own.union(own))
+            self._spellings[own] = Spellings(self.special_tokens, self._own.union(own))
         return self._spellings[own]
 
     @classmethod
@@ -152,6 +154,11 @@ class ModelTokenizer:
             tokens = self.token_bytes.all(1 + max(self._tokenizer.get_vocab().values(), default=0))
             self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
         return self._breaker_search.find(texts)
+
+    async def encode_as_text(self, texts: list[str], spellings: Spellings) -> list[list[int]]:
+        """Return the token ids of texts in which no token is spelled. Special tokens are not added."""
+        marked, mark = spellings.mark_texts(texts)
+        return await self.encode(marked, add_special_tokens=False, mark=mark)
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool

@@ -141,13 +141,29 @@ _ANTHROPIC_TYPES = {403: "permission_error", 404: "not_found_error", 429: "rate_
 
 
 @dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How an API writes a stream. head and tail are around each event's JSON."""
+
+    content_type: bytes
+    head: bytes
+    tail: bytes
+    keep_alive: bytes
+    """Sent while nothing else is; empty if the API has no such event."""
+
+
+SERVER_SENT = StreamForm(b"text/event-stream; charset=utf-8", b"data: ", b"\n\n", b": keep-alive\n\n")
+JSON_LINES = StreamForm(b"application/x-ndjson", b"", b"\n", b"")
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorFormat:
     describe: Callable[[ApiError, str], tuple[int, bytes]]
     """Takes the error and the request id; returns the status and the body."""
-    request_id_headers: tuple[bytes, ...]
+    request_id_headers: tuple[bytes, ...] = (b"x-request-id",)
     """Headers of every answer that carry the request id."""
     event_name: bytes = b""
     """The line that names an error event, if it has a name."""
+    stream: StreamForm = SERVER_SENT
 
 
 def error_body(error: ApiError) -> bytes:
@@ -200,12 +216,29 @@ def _tei_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: 
     return status, msgspec.json.encode({"error": error.message, "error_type": error_type})
 
 
-_OPENAI_FORMAT = ErrorFormat(_openai_error, (b"x-request-id",))
-_COHERE_FORMAT = ErrorFormat(_cohere_error, (b"x-request-id",))
-TEI_FORMAT = ErrorFormat(_tei_error, (b"x-request-id",))
+def _ollama_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - Ollama has none
+    return error.kind.status, msgspec.json.encode({"error": error.message})
+
+
+_LLAMA_CPP_TYPES = {ErrorKind.CONTEXT_TOO_LONG: "exceed_context_size_error", ErrorKind.UNAVAILABLE: "unavailable_error"}
+
+
+def llama_cpp_error(error: ApiError, request_id: str) -> tuple[int, bytes]:  # noqa: ARG001 - llama.cpp has none
+    """Return the status and the error of llama.cpp's server, whose code is the status."""
+    status, kind = error.kind.status, _LLAMA_CPP_TYPES.get(error.kind, error.kind.value.type)
+    fields = {"code": status, "message": error.message, "type": kind}
+    return status, msgspec.json.encode({"error": fields | dict(error.numbers)})
+
+
+_OPENAI_FORMAT = ErrorFormat(_openai_error)
+_COHERE_FORMAT = ErrorFormat(_cohere_error)
+TEI_FORMAT = ErrorFormat(_tei_error)
+_OLLAMA_FORMAT = ErrorFormat(_ollama_error, stream=JSON_LINES)
+_LLAMA_CPP_FORMAT = ErrorFormat(llama_cpp_error)
+LLAMA_CPP_PATHS = ("/completion", "/infill", "/props", "/slots", "/lora-adapters")
 COHERE_PATHS = ("/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank")
 _TEI_PATHS = ("/", "/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/decode", "/info")
-_BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT)
+_BY_PATH = dict.fromkeys(COHERE_PATHS, _COHERE_FORMAT) | dict.fromkeys(LLAMA_CPP_PATHS, _LLAMA_CPP_FORMAT)
 _ANTHROPIC_FORMAT = ErrorFormat(anthropic_error, (b"x-request-id", b"request-id"), b"event: error\n")
 
 
@@ -214,9 +247,16 @@ def is_of_tei(path: str, method: str) -> bool:
     return path in _TEI_PATHS and (path != "/" or method == "POST")
 
 
+def is_of_ollama(path: str) -> bool:
+    """Whether a path is Ollama's. Other servers have OpenAI's endpoints below /api/v1."""
+    return path.startswith("/api/") and not path.startswith("/api/v1/")
+
+
 def error_format_for(path: str, method: str) -> ErrorFormat:
     """Return the format for a path, whether an endpoint has it or not."""
     if is_of_tei(path, method):
         return TEI_FORMAT
+    if is_of_ollama(path):
+        return _OLLAMA_FORMAT
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
     return _ANTHROPIC_FORMAT if is_anthropic else _BY_PATH.get(path, _OPENAI_FORMAT)

@@ -160,6 +160,8 @@ class Exchange(Abortable):
         """An answer that has started consists of events."""
         self.idle_action: Callable[[], Awaitable[None]] | None = None
         """Called when nothing has been sent for a while: an event stream writes a comment."""
+        self.waits_for_backend: Callable[[], bool] = lambda: False
+        """Whether the answer's backend is away, such as during a restart."""
         self.count_status: Callable[[int], None] | None = None
         """Called with the status when the exchange has ended; None leaves it to the application."""
         self.at_end: list[Callable[[], None]] = []
@@ -316,7 +318,8 @@ class Exchange(Abortable):
         """End an event stream that has started with an error event."""
         self.idle_action = None
         _, body = self.error_format.describe(error, self.request_id)
-        await self.send(self.error_format.event_name + b"data: " + body + b"\n\n", more=False)
+        form = self.error_format.stream
+        await self.send(self.error_format.event_name + form.head + body + form.tail, more=False)
 
     def _outlives_rest(self) -> bool:
         """Whether the connection stays open and drops the rest of the body, which is small, as it arrives."""

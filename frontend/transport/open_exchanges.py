@@ -80,10 +80,14 @@ class OpenExchanges:
             elif exchange.sending_since_s:
                 if now_s - exchange.sending_since_s >= self._client_timeout_s:
                     exchange.drop()
-            elif exchange.idle_action and now_s - exchange.last_sent_s >= self._keep_alive_interval_s:
+            elif exchange.idle_action and now_s - exchange.last_sent_s >= self._silence_s(exchange):
                 task = asyncio.ensure_future(exchange.idle_action())
                 self._idle_actions.add(task)
                 task.add_done_callback(self._idle_actions.discard)
+
+    def _silence_s(self, exchange: Exchange) -> float:
+        """Return how long the exchange may send nothing. Its client learns soon that the backend is away."""
+        return _SWEEP_INTERVAL_S if exchange.waits_for_backend() else self._keep_alive_interval_s
 
     def start_draining(self) -> None:
         """From now on bodies must arrive soon. Requests continue, and those that arrive run."""

@@ -1,4 +1,4 @@
-"""Writes one answer as server-sent events."""
+"""Writes one answer as a stream of events: server-sent events, or the lines of an API that has these."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ if TYPE_CHECKING:
     from penstock.frontend.transport.asgi import Headers
     from penstock.frontend.transport.exchange import Exchange
 
-_KEEP_ALIVE = b": keep-alive\n\n"
+_RESTARTING = b": restarting\n\n"
 _HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events
 )
@@ -43,17 +42,19 @@ class EventNumbers:
 class EventStream:
     """Sends the headers with the first event, so that an error before it still has its own status.
 
-    A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open.
+    A stream that is silent for a while sends a comment, after the headers, so that load balancers keep it open; not
+    one whose API has no comments. The comment says whether its backend is away.
     """
 
     def __init__(self, exchange: Exchange, headers: Callable[[], Headers], numbers: EventNumbers | None = None) -> None:
         """headers is called when the answer starts, and adds to the stream's own. Without numbers events have no id."""
         self._exchange = exchange
+        self._form = exchange.error_format.stream
         self._numbers = numbers
         self._headers = headers
         self._unsent = b""
         self._write_lock = asyncio.Lock()
-        exchange.idle_action = self._keep_alive
+        exchange.idle_action = self._keep_alive if self._form.keep_alive else None
 
     async def write(self, events: bytes) -> None:
         """Write one or more whole events."""
@@ -65,7 +66,8 @@ class EventStream:
     async def _write(self, events: bytes) -> None:
         if not self._exchange.started:
             self._exchange.is_event_stream = True
-            await self._exchange.start(200, (*_HEADERS, *self._headers()))
+            kind = (b"content-type", self._form.content_type)
+            await self._exchange.start(200, (kind, *_HEADERS, *self._headers()))
         if events:  # otherwise the client has received them
             await self._exchange.send(events, more=True)
 
@@ -86,4 +88,4 @@ class EventStream:
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self._write(_KEEP_ALIVE)
+        await self._write(_RESTARTING if self._exchange.waits_for_backend() else self._form.keep_alive)

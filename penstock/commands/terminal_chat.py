@@ -115,8 +115,19 @@ class Conversation:
         raise ChatError("the connection broke before the answer's end")
 
 
-def chat(*, options: ChatOptions = ChatOptions()) -> int:
-    """Talk until the input ends. The exit status is 1 if the server cannot be used."""
+def chat(
+    prompt: Annotated[str | None, Parameter(show_env_var=False)] = None,
+    /,
+    *,
+    options: ChatOptions = ChatOptions(),
+) -> int:
+    """Talk until the input ends. The exit status is 1 if the server cannot be used.
+
+    Parameters
+    ----------
+    prompt
+        One question: its answer ends the command.
+    """
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     timeout = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S)
     url = options.url.rstrip("/")
@@ -130,11 +141,14 @@ def chat(*, options: ChatOptions = ChatOptions()) -> int:
         named = {"temperature": options.temperature, "max_tokens": options.max_tokens}
         fields = {name: value for name, value in named.items() if value is not None}
         console = Console(highlight=False)
+        conversation = Conversation(client, model, options.system, fields)
+        if prompt is not None:
+            return 0 if _answer(conversation, prompt, console) else 1
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - gives input() a history and line editing
             console.print(f"{model} at {url}; /help lists the commands", style="dim")
-        _talk(Conversation(client, model, options.system, fields), console)
+        _talk(conversation, console)
     return 0
 
 
@@ -172,8 +186,8 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _answer(conversation: Conversation, text: str, console: Console) -> None:
-    """Print the answer as it comes. Ctrl-C ends it, and the server frees it."""
+def _answer(conversation: Conversation, text: str, console: Console) -> bool:
+    """Print the answer as it comes. Ctrl-C ends it, and the server frees it. Return whether it came to its end."""
     started_s, first_s, num_pieces = time.monotonic(), None, 0
     pieces = conversation.ask(text)
     try:
@@ -184,14 +198,15 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
     except KeyboardInterrupt:
         pieces.close()  # type: ignore[attr-defined]
         console.print("\nstopped", style="dim")
-        return
+        return False
     except ChatError as error:
         console.print(f"{'' if first_s is None else chr(10)}{error}", style="red", markup=False)
-        return
+        return False
     print(flush=True)
     if first_s is not None and sys.stdout.isatty():
         rate = num_pieces / max(time.monotonic() - first_s, 1e-9)
         console.print(f"first piece after {1000 * (first_s - started_s):.0f} ms, {rate:.1f} pieces/s", style="dim")
+    return True
 
 
 def _save(conversation: Conversation, name: str, console: Console) -> None:

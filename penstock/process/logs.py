@@ -6,14 +6,16 @@ dropped and counted; the count is written when it accepts output again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +146,23 @@ def set_up_logging(level: str, *, as_json: bool, fd: int = 2) -> LineHandler:
     root.handlers = [handler]
     root.setLevel(level.upper())
     return handler
+
+
+class _Printer(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def shown_log(command: str) -> Iterator[None]:
+    """Print what our modules log in the block as lines of a command on standard error."""
+    handler, logger = _Printer(), logging.getLogger("penstock")
+    handler.setFormatter(_LineFormatter(f"{command}: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import os
 import re
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
-from cyclopts import App, Group, Parameter
-from cyclopts.config import Env
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Env, Toml
+from cyclopts.help.formatters import DefaultFormatter
 
-from penstock.process.failure import fail
+from penstock.process.failure import USAGE_STATUS, fail
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from cyclopts import CycloptsError, Token
+    from cyclopts import ArgumentCollection, Token
+    from cyclopts.help import HelpPanel
+    from rich.console import Console, ConsoleOptions
 
 T = TypeVar("T")
 
@@ -75,19 +81,84 @@ OptionalByteSize = Annotated[int | None, Parameter(converter=_convert_size, meta
 ByteSize = Annotated[int, Parameter(converter=_convert_size, show_default=shown_size, metavar="SIZE")]
 """An option in bytes, such as 6GB or 512MiB."""
 
+_SHORT_FLAG = "-h"
+
+
+class _ShortHelp(DefaultFormatter):
+    """Shows panels as cyclopts does; with -h only the first sentences of one panel, and not the further ones."""
+
+    def __init__(self, shown: str, further: Collection[str]) -> None:
+        super().__init__()
+        self._shown = shown
+        self._further = further
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        if _SHORT_FLAG not in sys.argv or panel.title not in (self._shown, *self._further):
+            super().__call__(console, options, panel)
+        elif panel.title == self._shown:
+            self._show_briefly(console, panel)
+
+    def _show_briefly(self, console: Console, panel: HelpPanel) -> None:
+        from rich.table import Table
+
+        # The negative of a flag, and further names, are in the long help.
+        rows = [(f"{entry.positive_names[0]} {entry.metavar or ''}", entry.description) for entry in panel.entries]
+        table = Table(box=None, show_header=False, pad_edge=False, expand=True)
+        table.add_column(no_wrap=True, min_width=max(len(names) for names, _ in rows))
+        table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for names, description in sorted(rows, key=lambda row: not row[0].startswith("--model ")):
+            table.add_row(names, _first_sentence(description))
+        console.print(f"{self._shown}:")
+        console.print(table, markup=False)
+        console.print("--help shows all options.")
+
+
+def _first_sentence(description: Any) -> str:
+    text = " ".join(description.primary_renderable.markup.split())
+    return str(text.partition(". ")[0].removesuffix("."))
+
+
 ENV_PREFIX = "PENSTOCK_"
+_CONFIG_OPTION = "--config"
+_OTHER_VARIABLES = {"PENSTOCK_CUBINS", "PENSTOCK_FRONTEND_WORKER"}
+
+
+def _read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Set the options that neither the command line nor the environment sets."""
+    found = [argument for argument in arguments if argument.name == _CONFIG_OPTION and argument.tokens]
+    for path in [argument.tokens[-1].value for argument in found]:
+        try:
+            Toml(path, must_exist=True, use_commands_as_keys=False)(app, commands, arguments)
+        except OSError as error:
+            raise CycloptsError(msg=f"{_CONFIG_OPTION} {path} cannot be read: {error.strerror}") from None
+
+
+def unknown_variables(apps: Iterable[App]) -> list[str]:
+    """Return a line about each environment variable PENSTOCK_… that no option of these commands reads."""
+    given = {name for name in os.environ if name.startswith(ENV_PREFIX)} - _OTHER_VARIABLES
+    if not given:
+        return []
+    arguments = [argument for app in apps if app.default_command for argument in app.assemble_argument_collection()]
+    options = {name for argument in arguments for name in argument.names if name.startswith("--")}
+    known = {ENV_PREFIX + name.lstrip("-").upper().replace("-", "_") for name in options}
+    lines = []
+    for name in sorted(given - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        lines.append(f"{name} in the environment is no option{f'; did you mean {close[0]}?' if close else ''}")
+    return lines
 
 
 def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:
-    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>; --version prints ours.
+    """A command whose options can also be set by environment variables PENSTOCK_<OPTION>, and in the TOML file of its
+    option --config, if it has one; --version prints ours.
 
-    An invalid value ends the process with one line on standard error and exit status 1. explain may return a better
-    message for an error.
+    An invalid value ends the process with one line on standard error and exit status 2. explain may return a better
+    message for an error. -h shows the options that are used most, --help all.
     """
 
     def fail_in_one_line(error: CycloptsError) -> NoReturn:
         explained = None if explain is None else explain(error)
-        fail(name, explained or " ".join(str(error).split()))
+        fail(name, explained or " ".join(str(error).split()), USAGE_STATUS)
 
     def describe_version() -> str:
         import importlib.metadata  # a tenth of a command's imports
@@ -97,7 +168,8 @@ def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str |
     return App(
         name=name,
         help=help_text,
-        config=Env(ENV_PREFIX, command=False),
+        help_formatter=_ShortHelp(_GROUP_TITLES[0], _GROUP_TITLES[1:]),
+        config=(Env(ENV_PREFIX, command=False), _read_config_file),
         version=describe_version,
         version_flags=["--version"],
         error_formatter=fail_in_one_line,

@@ -10,15 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-from penstock.backend.checkpoint.hub import resolve_small_files
+from penstock.backend.checkpoint.hub import fetch_small_files
 from penstock.backend.checkpoint.other_layouts.directory import complete_directory
+from penstock.backend.checkpoint.sources.hub_files import go_offline
 from penstock.backend.errors import StartupError
+from penstock.backend.model_names import DEMO_MODEL, SHIPPED_MODELS
 from penstock.backend.options import BackendOptions
-from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.frontend.endpoints.responses.storage.state_files import NO_STATE
 from penstock.frontend.main import (
     check_chat_template,
@@ -30,10 +31,13 @@ from penstock.frontend.main import (
 )
 from penstock.frontend.transport.serving.listening import address_of, unlink
 from penstock.process.failure import fail
+from penstock.process.logs import shown_log
 from penstock.process.options import ENV_PREFIX, to_argv
+from penstock.process.private_directory import UnsafeDirectory
 from penstock.process.service_manager import find_service_manager
 from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
+from penstock.serve.default_models import with_default_models
 from penstock.serve.model_texts import why_unusable
 from penstock.serve.options import (
     COMMAND,
@@ -50,6 +54,7 @@ from penstock.serve.upgrade.control import ControlSocket
 from penstock.serve.upgrade.succession import Running, Upgrades
 from penstock.serve.welcome import ShownModel, Use, Welcome
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
+from penstock.shm.recording.running_servers import RunningServer, ServerRecord
 
 _STOP_MARGIN_S = 10.0
 """Time that a child gets beyond the drain timeout before it is killed."""
@@ -102,6 +107,10 @@ def split_keys(options: ServeOptions) -> tuple[ServeOptions, dict[str, str]]:
 
 def serve(options: ServeOptions) -> int:
     """Run until a signal stops it; return the exit status. A dry run starts only the backends, one after the other."""
+    if options.offline:
+        go_offline()
+    with shown_log(COMMAND):
+        options = with_default_models(options)
     backends = backend_options(options)
     replicas = replica_options(options)
     if options.dry_run:
@@ -110,8 +119,9 @@ def serve(options: ServeOptions) -> int:
     access = read_access(options, COMMAND)
     tls_files(options, COMMAND)
     check_chat_template(options.chat_template, COMMAND)
-    for name, backend in list(backends.items())[: len(options.models) if options.has_names else None]:
-        _check_texts(backend, options.chat_template if name == MAIN else None)
+    with shown_log(COMMAND):
+        for name, backend in list(backends.items())[: len(options.models) if options.has_names else None]:
+            _check_texts(backend, options.chat_template if name == MAIN else None)
     backends |= replicas
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listening_socket(options, COMMAND))
@@ -132,12 +142,12 @@ def _check_texts(backend: BackendOptions, template_file: Path | None) -> None:
     downloaded for that. A backend without HTTP needs neither, so it does not check."""
     if backend.model is None or backend.model in SHIPPED_MODELS:
         return
-    path = Path(backend.model).expanduser()
     try:
-        path = complete_directory(path) if path.exists() else resolve_small_files(backend.model, backend.revision)
+        path = fetch_small_files(backend.model, backend.revision)
+        path = complete_directory(path) if path.is_dir() else path
     except StartupError as error:
         fail(COMMAND, str(error))
-    if (path / CONFIG_FILE).is_file() and (reason := why_unusable(path, template_file)) is not None:
+    if path.is_dir() and (reason := why_unusable(path, template_file)) is not None:
         fail(COMMAND, reason)
 
 
@@ -186,6 +196,7 @@ def _supervise(
     has_keys = bool(options.api_key or options.api_key_file)
     sleepers = _sleepers(options, list(backends.values()))
     starts, prepared = _prepare(options, backends)
+    record = ServerRecord.of_this_process()
 
     def announce_when_up() -> bool:
         if get(listening, "/ready", tls=tls) is None:
@@ -195,6 +206,7 @@ def _supervise(
             return False
         models = shown_models(listed, next(iter(backends)) if options.has_names else options.model_id())
         welcome = Welcome(address_of(listening, tls=tls), models, tls, has_keys)
+        _write_record(record, welcome, backends)
         # In one write, also without a buffer: other processes' log lines may not come before its end.
         print(f"{welcome.ready_line()}\n", end="", flush=True)
         if not options.log_json:
@@ -202,6 +214,7 @@ def _supervise(
         return True
 
     def close() -> None:
+        record.remove()
         unlink(listening)
         listening.close()
 
@@ -225,6 +238,16 @@ def _supervise(
         ]
         supervisor.attendant = Upgrades(supervisor, control, starts, running, _log)
     return supervisor.run()
+
+
+def _write_record(record: ServerRecord, welcome: Welcome, backends: Mapping[str, BackendOptions]) -> None:
+    """Without a record `penstock ps` and others do not see this server; it serves all the same."""
+    sources = tuple(backend.model or DEMO_MODEL for backend in backends.values())
+    names = tuple(name for backend in backends.values() for name in (backend.model_id(), *backend.aliases()))
+    try:
+        record.write(RunningServer(os.getpid(), welcome.reachable_address(), names, sources, time.time()))
+    except (OSError, UnsafeDirectory) as error:
+        _log(f"penstock ps will not show this server: {error}")
 
 
 def _frontend(

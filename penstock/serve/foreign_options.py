@@ -1,16 +1,22 @@
-"""Answers to options of other servers: our option for the same purpose, or why there is none."""
+"""Answers to options and commands of other servers: ours for the same purpose, or why there is none."""
 
 from __future__ import annotations
 
+import difflib
+import re
+import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cyclopts import UnknownOptionError
+from cyclopts import UnknownCommandError, UnknownOptionError
 
 if TYPE_CHECKING:
-    from cyclopts import CycloptsError
+    from collections.abc import Iterator, Sequence
+
+    from cyclopts import ArgumentCollection, CycloptsError
 
 _ALWAYS = "this is always so and needs no option"
-_ONE_GPU = "a backend uses one GPU; start a server for each GPU"
+_ONE_GPU = "a model is on one GPU as a whole; --gpu 0,1 runs a replica on each"
 _LORA = "use --lora-modules NAME=DIR for each, or --lora-dir DIR to load them later; requests name one as their model"
 _LORA_LIMITS = "up to 256 adapters of ranks up to 512 need no option; --lora-budget limits those that are loaded later"
 _DRAFTS = "there is no speculative decoding"
@@ -37,20 +43,24 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--block-size", "use --page-size"),
     ("--quantization -q --load-in-8bit", "use --quantize; a checkpoint that is quantised already needs no option"),
     ("--kv-cache-dtype --cache-type-k --cache-type-v -ctk -ctv", "use --kv-dtype"),
-    ("--swap-space --cpu-offload-gb --kv-offloading-size --enable-hierarchical-cache", "use --host-kv-budget"),
+    ("--swap-space --kv-offloading-size --enable-hierarchical-cache", "use --host-kv-budget"),
+    (
+        "--cpu-offload-gb --n-cpu-moe -ncmoe --cpu-moe -cmoe",
+        "weights cannot stay on the host; --quantize makes them smaller",
+    ),
     ("--prompt-cache-size --prompt-cache-bytes", "use --kv-budget"),
     ("--cache-ram -cram", "use --kv-budget on the CPU, --host-kv-budget on a GPU"),
     ("--kv-events-config", "use --kv-events"),
     ("--device --main-gpu -mg", "use --gpu"),
     ("--n-gpu-layers --gpu-layers -ngl", "use --gpu auto or --gpu none; a model is on one device as a whole"),
-    ("--model-path --model-id -m --hf-repo -hf --hf-file -hff --model-url -mu", "use --model"),
+    ("--model-path --model-id -m --hf-repo -hf -hfr --model-url -mu", "use --model"),
+    ("--hf-file -hff", "write ORG/REPO:FILE as --model"),
     ("--alias -a", "use --served-model-name"),
     ("--chat-template-file --custom-chat-template", "use --chat-template"),
     ("--tokenizer --tokenizer-path --tokenizer-mode", "the tokenizer is tokenizer.json in the directory of --model"),
     ("--hf-overrides --rope-scaling --rope-freq-base --override-kv", "edit config.json in a copy of the model"),
     ("--trust-remote-code", "code in a checkpoint is never run; --forward-pass names code of your own"),
     ("--download-dir --load-format --huggingface-hub-cache", "set HF_HOME; weights are read from safetensors or GGUF"),
-    ("--offline", "set HF_HUB_OFFLINE=1 in the environment"),
     ("--hf-token", "set HF_TOKEN in the environment"),
     ("--seed --random-seed", "send seed with the request"),
     ("--override-generation-config --preferred-sampling-params --temp --temperature --top-k --top-p", _SAMPLING),
@@ -88,6 +98,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--pooling --pooler-config --dense-path", "pooling is read from the model's files; use --task"),
     ("--uvicorn-log-level --log-verbosity -lv --verbose -v", "use --log-level"),
     ("--disable-log-requests --disable-log-stats --log-disable", "use --log-level warning"),
+    ("--config-file", "use --config"),
     ("--enable-log-requests --log-requests --log-requests-level", f"{_ALWAYS}; texts are never logged"),
     ("--log-file", "the log is on standard error"),
     ("--json-output", "use --log-json"),
@@ -97,7 +108,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--default-chat-template-kwargs --chat-template-kwargs", "send chat_template_kwargs with the request"),
     ("--structured-outputs-config --guided-decoding-backend --grammar-backend", _CHOSEN),
     ("--attention-backend --sampling-backend --flash-attn -fa --mlock --no-mmap --numa", _CHOSEN),
-    ("--enable-prefix-caching --enable-chunked-prefill --cont-batching -cb --cache-prompt --auto-truncate", _ALWAYS),
+    ("--enable-prefix-caching --enable-chunked-prefill --cont-batching -cb --cache-prompt", _ALWAYS),
+    ("--auto-truncate", "use --truncate-inputs"),
     ("--metrics --enable-metrics --enable-prompt-tokens-details --enable-cache-report --webui --ui", _ALWAYS),
     ("--slots --props", "/engine and `penstock top` show what runs, /v1/models the model"),
     ("--stream-interval", "each token is sent as it comes"),
@@ -116,13 +128,127 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--limit-mm-per-prompt --mmproj -mm --media-path", "models read text only; images and sound are refused"),
 )
 
+FOREIGN_COMMANDS = {
+    "bench latency": "use penstock bench load",
+    "bench serve": "use penstock bench load",
+    "bench throughput": "use penstock bench load",
+    "benchmark": "use penstock bench",
+    "collect-env": "use penstock doctor",
+    "complete": "use penstock run MODEL PROMPT",
+    "cp": "give a model another name with --served-model-name",
+    "create": "there is no Modelfile; the options of penstock serve do the same",
+    "download": "use penstock pull",
+    "info": "use penstock show",
+    "launch": "start the server with penstock serve, and the program with its address as OpenAI's base URL",
+    "launch-server": "use penstock serve",
+    "llama-bench": "use penstock bench load",
+    "llama-cli": "use penstock run",
+    "llama-server": "use penstock serve",
+    "login": "set HF_TOKEN in the environment",
+    "ls": "use penstock list",
+    "models": "use penstock list",
+    "ollama": "leave the word ollama out, as in penstock run",
+    "push": "models are not published from here",
+    "quantize": "use penstock serve --quantize",
+    "remove": "use penstock rm",
+    "run-batch": "there are no batch files; send the requests together, with a low priority",
+    "search": "search on https://huggingface.co, then penstock pull ORG/REPO",
+    "signin": "set HF_TOKEN in the environment",
+    "start": "use penstock serve",
+    "status": "use penstock ps",
+    "stop": "end the server with Ctrl-C or SIGTERM (penstock ps shows its process); --sleep-after-s frees idle models",
+    "update": "use penstock upgrade for a running server",
+    "vllm": "leave the word vllm out, as in penstock serve",
+}
+
 ANSWER_OF = {spelling: answer for spellings, answer in _ANSWERS for spelling in spellings.split()}
+_RENAMED = re.compile(r"use (--[a-z-]+)( [a-z]+)?(?:$|;| with a size)")
+_TRANSLATED = {
+    "--gpu-memory-utilization": "--kv-budget auto",
+    "--mem-fraction-static": "--kv-budget auto",
+    "--device": "--gpu auto",
+}
+"""Where our value has another unit."""
+_WITHOUT_VALUE = re.compile(
+    r"--(enable|disable|no|is|use)-|--(jinja|trust-remote-code|metrics|webui|ui|slots|props|verbose)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """An option of a command line, with its values; or a word without one."""
+
+    option: str
+    values: tuple[str, ...]
+    is_known: bool
+
+    @property
+    def answer(self) -> str | None:
+        return ANSWER_OF.get(self.option) or ANSWER_OF.get(self.option.replace("_", "-"))
+
+    def translated(self) -> list[str]:
+        """The same in our options; nothing if there is none."""
+        if self.is_known:
+            return [*([self.option] if self.option else []), *self.values]
+        option = self.option.replace("_", "-")
+        if (ours := _TRANSLATED.get(option)) is not None:
+            return ours.split()
+        renamed = _RENAMED.match(self.answer or "")
+        if renamed is None:
+            return []
+        return [renamed[1], *([renamed[2].strip()] if renamed[2] else self.values)]
 
 
 def explain(error: CycloptsError) -> str | None:
-    """Return what to do about an option that another server has; None for any other error."""
-    if not isinstance(error, UnknownOptionError):
+    """Return what to do about options, or a command, that other servers have; None for any other error."""
+    if isinstance(error, UnknownCommandError):
+        return _explain_command(error)
+    if not isinstance(error, UnknownOptionError) or error.token.source != "cli":
         return None
-    given = (error.token.keyword or error.token.value).partition("=")[0]
-    answer = ANSWER_OF.get(given) or ANSWER_OF.get(given.replace("_", "-"))
-    return None if answer is None else f"Unknown option: {given}. Here: {answer}."
+    tokens = list(error.root_input_tokens or ())
+    chain = tuple(error.command_chain or ())
+    words = list(_words(tokens[len(chain) :], error.argument_collection))
+    unknown = [word for word in words if not word.is_known]
+    if all(word.answer is None for word in unknown):
+        return None
+    command = shlex.join(["penstock", *chain, *(part for word in words for part in word.translated())])
+    if len(unknown) == 1:
+        (word,) = unknown
+        example = f" Try: {command}" if chain and word.translated() else ""
+        return f"Unknown option: {word.option}. Here: {word.answer}.{example}"
+    names = [name for argument in error.argument_collection for name in argument.names]
+    lines = [f"  {word.option}: {word.answer or _likely(word.option, names)}" for word in unknown]
+    advice = [f"Try: {command}"] if chain else []  # without one the options are not all of a command's
+    return "\n".join([f"{len(unknown)} options are unknown here:", *lines, *advice])
+
+
+def _explain_command(error: UnknownCommandError) -> str | None:
+    chain, words = tuple(error.command_chain or ()), error.unused_tokens or [""]
+    answer = FOREIGN_COMMANDS.get(" ".join([*chain, words[0]]))
+    return None if answer is None else f"Unknown command: {words[0]}. Here: {answer}."
+
+
+def _likely(option: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.6)
+    return f"unknown; did you mean {close[0]}?" if close else "unknown"
+
+
+def _words(tokens: Sequence[str], known: ArgumentCollection) -> Iterator[_Word]:
+    """Take a command line apart. An unknown option has the next word as its value, unless that is an option."""
+    names = {name for argument in known for name in (*argument.names, *argument.negatives)}
+    rest = list(tokens)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if not option.startswith("-") or _is_number(option):
+            yield _Word("", (option + equals + value,), is_known=True)
+            continue
+        is_known = option.replace("_", "-") in names
+        values = [value] if equals else []
+        takes_value = not equals and (is_known or not _WITHOUT_VALUE.match(option))
+        if takes_value and rest and (not rest[0].startswith("-") or _is_number(rest[0])):
+            values.append(rest.pop(0))
+        yield _Word(option, tuple(values), is_known)
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-\d+(\.\d+)?", word) is not None

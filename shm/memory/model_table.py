@@ -16,7 +16,7 @@ MAX_MODELS = 256
 """Models of one server. Each needs a client in every worker."""
 _ROW_WORDS = 40
 _STATE, _WAKE_US, _FAILURES, _RETRY_NS, _REASON_BYTES, _REASON = range(6)
-_OPEN, _USED_NS, _UNLOAD_NS = range(3)
+_OPEN, _USED_NS, _UNLOAD_NS, _KEPT_NS = range(4)
 _MAX_REASON_BYTES = 8 * (_ROW_WORDS - _REASON)
 
 
@@ -57,16 +57,22 @@ class ModelTable(WorkerTable):
 
     # Written by workers
 
-    def note_use(self, model: int, num_open: int, used_ns: int) -> None:
-        """Say how many requests of this worker need the model. used_ns is a CLOCK_MONOTONIC time."""
+    def note_use(self, model: int, num_open: int, used_ns: int, kept_ns: int = 0) -> None:
+        """Say how many requests of this worker need the model.
+
+        used_ns and kept_ns, until when the last of them keeps it awake, are CLOCK_MONOTONIC times; 0: the server's
+        own time.
+        """
         row = self.own_start + _ROW_WORDS * model
+        self.words[row + _KEPT_NS] = kept_ns
         self.words[row + _USED_NS] = used_ns
         self.words[row + _OPEN] = num_open
 
-    def uses(self, model: int) -> tuple[int, int]:
-        """Return the open requests of all workers, and the time of the last use."""
+    def uses(self, model: int) -> tuple[int, int, int]:
+        """Return the open requests of all workers, the time of the last use, and until when that keeps the model."""
         rows = [start + _ROW_WORDS * model for start in self.starts[:-1]]
-        return sum(self.words[row + _OPEN] for row in rows), max(self.words[row + _USED_NS] for row in rows)
+        used_ns, kept_ns = max((self.words[row + _USED_NS], self.words[row + _KEPT_NS]) for row in rows)
+        return sum(self.words[row + _OPEN] for row in rows), used_ns, kept_ns
 
     def ask_to_sleep(self, model: int) -> None:
         """Ask that the model go to sleep, if no request needs it when the owner looks."""

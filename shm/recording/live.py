@@ -67,6 +67,8 @@ class LiveEngine:
         self._pending: dict[int, tuple[PlanRecord, int, int]] = {}
         """Step → its plan, its restored rows and its coalesced listeners."""
         self._last_end_s = 0.0
+        self._busy_since_s = 0.0
+        """When the first request came after a time without requests."""
         self._num_shared = 0
         """Sequences that more than one request listens to."""
 
@@ -145,7 +147,8 @@ class LiveEngine:
         if (pending := self._pending.pop(step, None)) is None:
             return
         plan, num_restored, num_listeners = pending
-        waited_s = max(0.0, ended_s - step_s - self._last_end_s) if self._last_end_s else 0.0
+        could_begin_s = max(self._last_end_s, self._busy_since_s)
+        waited_s = max(0.0, ended_s - step_s - could_begin_s) if self._last_end_s else 0.0
         self._last_end_s = ended_s
         self.last = StepColumn(
             step,
@@ -204,6 +207,8 @@ class LiveEngine:
 
     def _arrive(self, event: Arrived, time_s: float) -> EngineEvent:
         self._num_requests += 1
+        if not self.requests and not self.sequences:
+            self._busy_since_s = time_s
         request = LiveRequest(
             self._num_requests,
             event.frontend,

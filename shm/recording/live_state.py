@@ -16,7 +16,7 @@ class StepColumn(NamedTuple):
     ended_s: float
     step_s: float
     waited_s: float
-    """How long the device waited before it, since the end of the step before; 0 if that is not known."""
+    """How long the device waited before it while there were requests; 0 if that is not known."""
     num_decodes: int
     """Rows that computed one generated token."""
     num_prefills: int

@@ -30,8 +30,11 @@ class _Found:
     """One of the links in /proc that lead to it."""
 
 
-def open_ring(pid: int | None) -> tuple[RingReader, BackendStarted]:
-    """Open the ring of this process, a server or its backend; with None, the only ring of this user. Raises NoRing."""
+def open_ring(pid: int | None, *, newest: bool = False) -> tuple[RingReader, BackendStarted]:
+    """Open the ring of this process, a server or its backend; with None, the only ring of this user.
+
+    Of several, newest takes that of the backend that has started last. Raises NoRing.
+    """
     found = _find(pid)
     if not found:
         raise NoRing(
@@ -40,11 +43,12 @@ def open_ring(pid: int | None) -> tuple[RingReader, BackendStarted]:
             else f"process {pid} is not a server of this user with a flight recorder"
         )
     opened = [_open(ring.path) for ring in found]
-    rings = [ring for ring in opened if ring is not None]
-    if len(rings) == 1:
-        return rings[0]
+    rings = sorted((ring for ring in opened if ring is not None), key=lambda ring: ring[1].wall_s)
+    chosen = rings.pop() if len(rings) == 1 or (newest and rings) else None
     for ring, _ in rings:
         ring.close()
+    if chosen is not None:
+        return chosen
     if not rings:
         raise NoRing("the flight recorder is one of another version of Penstock, or its backend has not started yet")
     choices = ", ".join(f"--pid {started.pid} ({started.model})" for _, started in rings)

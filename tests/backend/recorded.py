@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class Recorded:
     """A bench whose engine is recorded, and the plans that it launched."""
 
-    def __init__(self, *, with_tokens: bool = False, pid: int = 1, **sizes: Any) -> None:
+    def __init__(self, *, with_tokens: bool = False, pid: int = 1, wall_s: float = 0.0, **sizes: Any) -> None:
         self.fd = create_fd(MIN_RING_BYTES)
         self.bench = Bench(**sizes)
         started = BackendStarted(
-            FORMAT_VERSION, pid, 0.0, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens
+            FORMAT_VERSION, pid, wall_s, "fake", 8, 16, 64, 4, 256, 97, 1000, 1, has_tokens=with_tokens
         )
         started = replace(started, protocol_version=PROTOCOL_VERSION)
         self._writer = RingWriter(self.fd)

@@ -29,7 +29,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server_url(reranker: Path) -> Iterator[str]:
     """http://127.0.0.1:PORT of one server for all tests."""
-    with serving("--embedding-model", EMBEDDING, "--rerank-model", str(reranker)) as url:
+    with serving("penstock-demo", "--embedding-model", EMBEDDING, "--rerank-model", str(reranker)) as url:
         yield url
 
 
@@ -44,7 +44,7 @@ def scripted_url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def real_url() -> Iterator[str]:
     """A server of SmolLM2-135M-Instruct, whose chat template has no tools."""
-    code = "from tests.real_models import SMOLLM2, cache_folder, fetch; print(fetch(SMOLLM2, cache_folder()))"
+    code = "from tests.real_models import DEFAULT_MODEL, package_model; print(package_model(DEFAULT_MODEL))"
     found = subprocess.run([BIN / "python", "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     with serving("--model", found.stdout.strip(), "--served-model-name", REAL) as url:
         yield url

@@ -101,6 +101,7 @@ class FakeStream:
 
     def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
         self.request = request
+        self.request_id = 7
         self.cached_tokens = 3
         self.backend = ""
         self.num_moves = 0

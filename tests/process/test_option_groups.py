@@ -73,7 +73,7 @@ def test_every_option_of_the_server_is_in_a_group(capsys: pytest.CaptureFixture[
     hidden.add("--models")  # it is --model, repeated
     assert sorted(listed) == sorted({f"--{item.name.replace('_', '-')}" for item in fields(ServeOptions)} - hidden)
     assert next(iter(found)) == "Used most"
-    assert len(found["Used most"]) == 10
+    assert len(found["Used most"]) == 11
 
 
 def test_unknown_title_and_missing_option_are_refused() -> None:

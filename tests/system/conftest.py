@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,10 +16,16 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
+SERVE = ("serve", "penstock-demo", "--gpu", "none", "--port", "0", "--kv-budget", "200MB", "--tool-parser", "hermes")
 CHROMIUM = find_program("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 _TIMEOUT_MS = 60_000
+
+
+def take_picture(page: Page, name: str) -> None:
+    """Save what the page shows to the folder PENSTOCK_PICTURES, such as docs/, if the environment names one."""
+    if folder := os.environ.get("PENSTOCK_PICTURES"):
+        page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 @pytest.fixture(scope="session")

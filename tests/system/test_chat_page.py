@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
+import os
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.system.conftest import needs_chromium
+from penstock.tools.free_port import free_port
+from tests.system.conftest import needs_chromium, take_picture
+from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +44,13 @@ def answered(page: Page, count: int = 1) -> None:
     expect(page.locator(".stats", has_text="prompt tokens")).to_have_count(count)
 
 
+def check_axe(page: Page) -> None:
+    found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}})
+    assert found.violations_count == 0, found.generate_report()
+
+
 def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
-    for field, default in (("temperature", "0.7"), ("top_p", "0.9"), ("top_k", "all")):
+    for field, default in (("temperature", "0.7"), ("top_p", "0.9"), ("top_k", "all"), ("min_p", "0")):
         expect(page.locator(f"#fields [name={field}]")).to_have_attribute("placeholder", default)
     set_field(page, "max_completion_tokens", "24")
     set_field(page, "temperature", "0")
@@ -52,23 +60,101 @@ def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     assert re.search(r"first token after \d+ ms · [\d.]+ tokens/s · \d+ prompt tokens, \d+ cached · \d+ tokens", stats)
     text = page.locator(".answer .body").last.inner_text()
     assert text.strip()
+    page.fill("#input", "half a th")
     page.reload()
-    page.get_by_role("button", name="What does os.path.join do?", exact=True).click()
-    assert page.locator(".answer .body").last.inner_text() == text
+    expect(page.locator(".answer .body").last).to_have_text(text, use_inner_text=True)
+    assert page.locator("#input").input_value() == "half a th"
     assert page.locator("[name=temperature]").input_value() == "0"
 
 
-def test_edited_message_replaces_what_followed_it(page: Page) -> None:
+LONG = '{"type": "array", "items": {"type": "string"}, "minItems": 500}'
+"""A schema whose answer does not end soon."""
+
+
+def grows(page: Page, before: str = "") -> str:
+    """Wait until the last answer, which began as before, is longer; return it."""
+    body = page.locator(".answer .body").last
+    expect(body).to_have_text(re.compile(r".{6,}", re.DOTALL))
+    shorter = body.inner_text()
+    expect(body).not_to_have_text(shorter, use_inner_text=True)
+    after = body.inner_text().strip()
+    assert after.startswith(before)
+    return after
+
+
+def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
+    slow = ("--forward-pass", "tests.passes:SlowestFakePass", "--kv-budget", "64MB", "--state-dir", "none")
+    command = ("penstock.main", "serve", *slow, "--port", str(free_port()))
+    context = browser.new_context()
+    page = context.new_page()
+    with running(serve := Command(*command)):
+        url = serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
+        page.goto(url)
+        page.locator("#model option").first.wait_for(state="attached")
+        ask(page, "Count")
+        text = grows(page)
+        page.get_by_role("button", name="New chat").first.click()
+        set_field(page, "max_completion_tokens", "8")
+        ask(page, "Another")
+        answered(page)  # beside the first one
+        page.get_by_role("button", name="Count", exact=True).click()
+        text = grows(page, text)
+        page.reload()
+        text = grows(page, text)
+        other = context.new_page()
+        other.goto(url)
+        text = grows(other, text)  # it shows what the first tab receives
+        other.close()
+        first, page = page, context.new_page()
+        page.goto(url)
+        grows(page)
+        first.close()
+        text = grows(page, text)  # the second tab reads the stream itself
+        waiting = page.locator(".waiting")
+        (backend,) = backends_of(serve)
+        os.kill(backend, signal.SIGSTOP)  # a new one could begin before the page says so
+        expect(waiting).to_contain_text("The model's process restarts. The answer goes on.")
+        os.kill(backend, signal.SIGKILL)
+        expect(waiting).to_be_hidden()
+        text = grows(page, text)
+        serve.kill()
+        expect(waiting).to_contain_text("The server does not answer")
+        page.get_by_role("button", name="Retry").click()
+        expect(waiting).to_contain_text("The server does not answer")
+        text = page.locator(".answer .body").last.inner_text().strip()
+    with running(serve := Command(*command)):
+        serve.wait_for(r"^Ready: ")
+        expect(waiting).to_be_hidden()
+        grows(page, text)
+        page.keyboard.press("Escape")
+        expect(page.locator(".failure")).to_have_text("stopped")
+        while context.request.get(f"{url}/v1/load").json()["running"]:
+            pass
+    context.close()
+
+
+def test_answers_and_edits_are_branches(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
     ask(page, "first")
     answered(page)
-    ask(page, "second")
-    answered(page, 2)
+    first = page.locator(".answer .body").last.inner_text()
+    page.get_by_role("button", name="Continue", exact=True).click()  # it was cut at its limit
+    expect(page.locator(".answer .body").last).not_to_have_text(first)
+    answered(page)
+    assert page.locator(".answer .body").last.inner_text().startswith(first)
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".branches")).to_have_text("‹ 2 of 2 ›")
+    answered(page)
+    page.get_by_role("button", name="Earlier branch").click()
+    expect(page.locator(".branches")).to_have_text("‹ 1 of 2 ›")
+    assert page.locator(".answer .body").last.inner_text().startswith(first)
     page.get_by_role("button", name="Edit and send again").first.click()
     expect(page.locator("#input")).to_have_value("first")
     ask(page, "third")
     answered(page)
     assert page.locator(".user .text").all_inner_texts() == ["third"]
+    page.get_by_role("button", name="Earlier branch").click()
+    assert page.locator(".user .text").all_inner_texts() == ["first"]
 
 
 def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
@@ -82,6 +168,7 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     ask(page, "What is a heap?")
     answered(page, 4)
     assert page.locator(".answer .label").all_inner_texts() == ["temperature 0"] * 2 + ["temperature 1.5"] * 2
+    take_picture(page, "chat-page")
     for figures in page.locator(".stats").all_inner_texts():  # each answer has its own
         assert re.search(r"first token after \d+ ms · .*[^\d]8 tokens", figures)
     page.get_by_role("button", name="Continue with this one").nth(2).click()
@@ -96,6 +183,9 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     assert (body["messages"][0]["content"], body["top_k"], body["temperature"]) == ("Answer briefly.", 5, 0)
     assert body["messages"][2]["content"].strip() == third.locator(".body").last.inner_text().strip()
     answered(page, 5)
+    set_field(page, "second_system", "Be long.")
+    read = "import('/page/settings.js').then((it) => it.read('m').requests.map((each) => [each.label, each.system]))"
+    assert page.evaluate(read) == [["first system text", "Answer briefly."], ["second system text", "Be long."]]
 
 
 def test_log_probabilities_are_shades_with_alternatives(page: Page) -> None:
@@ -130,7 +220,7 @@ def test_schema_makes_json_with_a_mark_and_a_bad_one_is_explained(page: Page) ->
 
 
 def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None:
-    set_field(page, "schema", '{"type": "array", "items": {"type": "string"}, "minItems": 500}')  # it does not end soon
+    set_field(page, "schema", LONG)
     ask(page, "Count")
     expect(page.locator(".answer pre")).to_have_text(re.compile(r".{6,}", re.DOTALL))
     for _ in range(3):  # tokens that arrive at once have no rate
@@ -139,9 +229,8 @@ def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None
     expect(page.locator(".failure")).to_have_text("stopped")
     figures = re.compile(r"^stopped · first token after \d+ ms · [\d.]+ tokens/s · \d+ tokens$")
     expect(page.locator(".stats")).to_have_text(figures)
-    load = page.context.request.get(f"{served_demo}/v1/load")
-    while load.json()["running"]:
-        load = page.context.request.get(f"{served_demo}/v1/load")
+    while page.context.request.get(f"{served_demo}/v1/load").json()["running"]:
+        pass
     expect(page.locator("#send")).to_be_visible()
 
 
@@ -173,6 +262,12 @@ def test_reasoning_is_folded_and_calls_and_coalescing_are_shown(page: Page) -> N
     assert reasoning.get_attribute("open") is None
     reasoning.locator("summary").click()
     expect(reasoning.locator(".body")).to_have_text("I think.")
+    page.get_by_label("Result of look_up").fill("a tree")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        page.get_by_role("button", name="Send results").click()
+    *_, called, result = sent.value.post_data_json["messages"]
+    assert called["tool_calls"][0]["id"] == result["tool_call_id"] == "c"
+    assert (result["role"], result["content"]) == ("tool", "a tree")
 
 
 def test_broken_stream_says_so(page: Page) -> None:
@@ -182,79 +277,96 @@ def test_broken_stream_says_so(page: Page) -> None:
     expect(page.locator(".failure")).to_have_text("the connection broke before the answer's end")
 
 
-ATTACKS = (
-    "<script>window.hit=1</script>",
-    "<img src=x onerror='window.hit=1'>",
-    "<svg/onload=window.hit=1>",
-    "<iframe srcdoc='<script>parent.hit=1</script>'></iframe>",
-    "[a](javascript:window.hit=1)",
-    '![a](x" onerror="window.hit=1)',
-    "<a href='data:text/html,<script>window.hit=1</script>'>a</a>",
-    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1 onerror=window.hit=1&gt;'>",
-    "<form action='javascript:window.hit=1'><button autofocus onfocus=window.hit=1>x</button></form>",
-    "<style>@import 'http://example.org/x.css'</style>",
-    "<base href='http://example.org/'><meta http-equiv=refresh content='0;url=http://example.org'>",
-    "<details open ontoggle=window.hit=1><input id=messages name=body>",
-    "```html\n<script>window.hit=1</script>\n```",
-)
-ALLOWED = re.compile(
-    "A|ABBR|B|BLOCKQUOTE|BR|CODE|DD|DEL|DETAILS|DIV|DL|DT|EM|H[1-6]|HR|I|KBD|LI|OL|P|PRE|S|SPAN|STRONG|SUB|SUMMARY|SUP"
-    "|TABLE|TBODY|TD|TFOOT|TH|THEAD|TR|UL"
-)
-DESCRIBE = """async (texts) => {
-  const { renderMarkdown } = await import("/page/markdown.js");
-  const host = document.createElement("div");
-  document.body.append(host);
-  const found = { tags: [], attributes: [], links: [] };
-  for (const text of texts) {
-    host.replaceChildren(renderMarkdown(text));
-    for (const node of host.querySelectorAll("*")) {
-      found.tags.push(node.tagName);
-      for (const { name } of node.attributes) found.attributes.push(name);
-      if (node.href) found.links.push(node.protocol);
-    }
-  }
-  host.remove();
-  await new Promise((resolve) => setTimeout(resolve));
-  return { ...found, hit: window.hit ?? null };
-}"""
+def test_page_follows_the_answer_until_the_reader_scrolls_away(page: Page) -> None:
+    set_field(page, "schema", LONG)
+    page.set_viewport_size({"width": 900, "height": 240})
+    ask(page, "Count")
+    at_end = "scrollY > 20 && scrollY + innerHeight >= document.documentElement.scrollHeight - 1"
+    page.wait_for_function(at_end)
+    page.mouse.wheel(0, -200)
+    expect(page.get_by_role("button", name="To the end")).to_be_visible()
+    grows(page)
+    assert not page.evaluate(at_end)
+    page.get_by_role("button", name="To the end").click()
+    page.wait_for_function(at_end)
+    page.keyboard.press("Escape")
 
 
-def test_no_text_of_a_model_becomes_a_script_or_loads_anything(page: Page, errors: list[str]) -> None:
-    chosen = random.Random(1)
-    pieces = [*ATTACKS, "**", "`", "<", ">", '"', "'", "\n\n", "| a | b |\n|---|---|\n", "<!--", "]]>", "&lt;", "\\"]
-    mixed = ["".join(chosen.choices(pieces, k=chosen.randint(2, 6))) for _ in range(400)]
-    cut = [attack[: chosen.randint(1, len(attack))] + chosen.choice(pieces) for attack in ATTACKS for _ in range(10)]
-    requests: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
-    found = page.evaluate(DESCRIBE, [*ATTACKS, *mixed, *cut])
-    assert found["hit"] is None
-    assert not [tag for tag in set(found["tags"]) if not ALLOWED.fullmatch(tag)]
-    assert set(found["links"]) <= {"http:", "https:", "mailto:"}
-    assert not {name for name in found["attributes"] if name.startswith("on") or name in ("style", "src", "id", "name")}
-    assert all(url.endswith((".js", ".css")) for url in requests), requests
-    # The sanitizer parses the text in a document that runs nothing; Chromium says so for each handler in it.
-    errors[:] = [error for error in errors if "The action has been blocked." not in error]
-
-
-def test_conversations_are_exported_and_imported(page: Page, tmp_path: Path) -> None:
+def test_file_goes_with_the_message_and_presets_keep_settings(page: Page, tmp_path: Path, errors: list[str]) -> None:
+    (tmp_path / "notes.txt").write_text("the notes")
+    (tmp_path / "picture.bin").write_bytes(bytes(range(256)))
+    page.set_input_files("#attach", [tmp_path / "notes.txt", tmp_path / "picture.bin"])
+    expect(page.locator("#notice")).to_have_text("picture.bin is not a text file in UTF-8")
     set_field(page, "max_completion_tokens", "4")
-    ask(page, "Keep this")
+    page.fill("#preset-name", "short")
+    page.click("#preset-save")
+    set_field(page, "max_completion_tokens", "9")
+    page.select_option("#preset", "none")
+    page.select_option("#preset", "short")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Sum up")
+    body = sent.value.post_data_json
+    assert body["messages"][0]["content"] == "Sum up\n\nFile notes.txt:\n```\nthe notes\n```"
+    assert body["max_completion_tokens"] == 4
     answered(page)
+
+
+def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
+    set_field(page, "max_completion_tokens", "8")
+    ask(page, "What is a dict?")
+    answered(page)
+    page.get_by_role("button", name="How this answer came about").press("Enter")
+    why = page.get_by_role("dialog")
+    *parts, total = (float(cell.removesuffix(" s")) for cell in why.locator("td").all_inner_texts())
+    assert abs(sum(parts) - total) < 0.001 * (len(parts) + 1)  # each is rounded
+    expect(why).to_contain_text(re.compile(r"arrived with \d+ tokens.*started, \d+ tokens cached.*ended", re.DOTALL))
+    why.get_by_role("button", name="Repeat exactly").click()
+    expect(why).to_contain_text("The same 8 tokens came again.")
+    expect(why.locator(".tokens span")).to_have_count(8)
+    check_axe(page)
+    page.set_viewport_size({"width": 800, "height": 700})
+    take_picture(page, "chat-page-why")
+    why.get_by_role("link").click()
+    expect(page.locator("#life-events")).to_contain_text("arrived with")
+
+
+def test_conversations_are_searched_renamed_deleted_exported_and_imported(page: Page, tmp_path: Path) -> None:
+    set_field(page, "max_completion_tokens", "4")
+    for text in ("Keep this", "Another"):
+        page.get_by_role("button", name="New chat").first.click()
+        ask(page, text)
+        answered(page)
+    page.fill("#search", "KEEP")
+    expect(page.locator("#conversations li")).to_have_count(1)
+    page.fill("#search", "")
+    page.get_by_role("button", name="Rename Another").click()
+    page.keyboard.type("Other")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Other", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Delete Other").click()
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(".user .text")).to_have_text("Another")
     with page.expect_download() as download:
         page.get_by_role("button", name="Export").click()
     kept = tmp_path / "kept.json"
     download.value.save_as(kept)
-    page.get_by_role("button", name="Delete Keep this").click()
-    expect(page.locator("#conversations li")).to_have_count(1)
+    for name in ("Other", "Keep this"):
+        page.get_by_role("button", name=f"Delete {name}").click()
+    expect(page.locator("#conversations li")).to_have_text("New chat✎✕")
     page.set_input_files("#import", kept)
-    expect(page.get_by_role("button", name="Keep this", exact=True)).to_be_visible()
+    page.get_by_role("button", name="Keep this", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("Keep this")
+    old = [{"id": "1", "messages": [{"role": "user", "content": "Long ago"}]}]
+    page.evaluate("(old) => localStorage.setItem('penstock.conversations', old)", json.dumps(old))
+    page.reload()
+    page.get_by_role("button", name="Long ago", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("Long ago")
     (tmp_path / "wrong.json").write_text('[{"id": "1", "messages": [{"role": "assistant", "answers": [null]}]}]')
     page.set_input_files("#import", tmp_path / "wrong.json")
     expect(page.locator("#notice")).to_contain_text("holds no conversations of this page")
 
 
-def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: Page) -> None:
+def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
     page.check("[name=logprobs]")
     ask(page, "What is a tuple?")
@@ -264,5 +376,24 @@ def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: 
         page.set_viewport_size({"width": width, "height": 640})
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        found = Axe().run(page)
-        assert found.violations_count == 0, found.generate_report()
+        check_axe(page)
+    page.get_by_text("Settings", exact=True).click()
+    page.evaluate("scrollTo(0, 0)")
+    take_picture(page, "chat-page-phone")
+    expect(page.locator("#conversations")).to_be_hidden()
+    page.get_by_role("button", name="Chats").press("Enter")
+    expect(page.locator("#conversations")).to_be_visible()
+    check_axe(page)
+    page.get_by_role("button", name="New chat").first.press("Enter")
+    expect(page.locator("#conversations")).to_be_hidden()
+    page.keyboard.type("What is a class?")
+    page.keyboard.press("Enter")
+    answered(page)
+    for key, name in (("Tab", "Send"), ("Tab", "Attach")):
+        page.keyboard.press(key)
+        assert name in page.evaluate("document.activeElement.closest('label, button').textContent")
+    page.keyboard.press("Shift+Tab")
+    while page.evaluate("document.activeElement.textContent") != "Regenerate":
+        page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    expect(page.locator(".branches")).to_have_text("‹ 2 of 2 ›")

@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
+import ollama
 import openai
 import pydantic
 import pytest
@@ -135,6 +136,28 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI) -> None:
         assert wrong.value.param == "response_format"
 
 
+# ollama
+
+
+def test_ollama_chats_generates_and_follows_a_schema(served_demo: str, text: str) -> None:
+    options = {"temperature": 0, "num_predict": 24}
+    with ollama.Client(host=served_demo) as client:
+        assert MODEL in [model.model for model in client.list().models]
+        assert "completion" in (client.show(MODEL).capabilities or ())
+        whole = client.chat(MODEL, MESSAGES, options=options)
+        assert (whole.message.content, whole.done_reason, whole.eval_count) == (text, "length", 24)
+        pieces = list(client.chat(MODEL, MESSAGES, options=options, stream=True))
+        assert "".join(piece.message.content or "" for piece in pieces) == text
+        generated = client.generate(MODEL, MESSAGES[0]["content"], options=options)
+        assert generated.response == text
+        assert len(generated.context or ()) == generated.prompt_eval_count + 24  # type: ignore[operator]
+        schema = Book.model_json_schema()
+        book = client.chat(MODEL, MESSAGES, format=schema, options={"temperature": 0.8, "seed": 1, "num_predict": 400})
+        Book.model_validate_json(book.message.content or "")
+        with pytest.raises(ollama.ResponseError, match="does not exist"):
+            client.chat("none", MESSAGES)
+
+
 # litellm
 
 
@@ -180,6 +203,17 @@ def test_litellm_completes_and_streams(litellm: Any, arguments: dict[str, Any], 
     chunks = list(litellm.completion(**arguments, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert litellm.stream_chunk_builder(chunks).choices[0].message.content == text
+
+
+@litellms
+@pytest.mark.usefixtures("loop")
+@pytest.mark.parametrize("provider", ["ollama_chat", "ollama"])
+def test_litellm_speaks_ollamas_api(litellm: Any, served_demo: str, text: str, provider: str) -> None:
+    arguments = {"model": f"{provider}/{MODEL}", "api_base": served_demo, "messages": MESSAGES, **GREEDY}
+    assert litellm.completion(**arguments).choices[0].message.content
+    chunks = list(litellm.completion(**arguments, stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == text if provider == "ollama_chat" else streamed  # the other one writes a template of its own
 
 
 @litellms

@@ -11,7 +11,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.system.conftest import needs_chromium
+from tests.system.conftest import needs_chromium, take_picture
 from tests.system.processes import Command, backends_of, running
 
 if TYPE_CHECKING:
@@ -109,20 +109,22 @@ def test_map_of_pages_tells_tenants_apart(page: Page) -> None:
     ]
 
 
-def check_small_screen_and_axe(page: Page) -> None:
-    for width, scheme in ((1280, "light"), (1280, "dark"), (360, "light")):
+def check_small_screen_and_axe(page: Page, name: str = "") -> None:
+    for width, scheme in ((1280, "dark"), (1280, "light"), (360, "light")):
         page.set_viewport_size({"width": width, "height": 640})
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
+        if name:
+            take_picture(page, name if width > 360 else f"{name}-phone")
 
 
 def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: Page) -> None:
     page.evaluate(LOAD)
     expect(page.locator("#running tbody tr")).to_have_count(2)
     page.get_by_role("button", name="Pause").click()
-    check_small_screen_and_axe(page)
+    check_small_screen_and_axe(page, "engine-page")
     page.evaluate(HANG_UP)
 
 
@@ -134,7 +136,7 @@ def test_restart_of_the_backend_is_an_event_and_the_page_goes_on(browser: Browse
         expect(figure(page, "Generated tokens")).to_have_text("0")
         (backend,) = backends_of(serve)
         os.kill(backend, signal.SIGKILL)
-        expect(page.locator("#events")).to_contain_text(re.compile(r"backend \d+ began"))
+        expect(page.locator("#events")).to_contain_text(re.compile(r"the model's process \d+ began"))
         page.evaluate(LOAD)
         expect(figure(page, "Generated tokens")).to_have_text(re.compile(r"[1-9]\d*"))
         page.evaluate(HANG_UP)

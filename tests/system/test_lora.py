@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from tests.checkpoints import load_oracle
 from tests.lora import make_adapter, merge
 from tests.system.processes import Command, backends_of, running
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MODEL = "penstock-demo"
 PROMPT = list(range(300, 372))
 """Two whole pages, and a part of a third."""
-SERVE = ("serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB", "--dtype", "fp32")
+SERVE = ("serve", MODEL, "--gpu", "none", "--port", "0", "--kv-budget", "100MB", "--dtype", "fp32")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from tests.checkpoints import load_oracle
 from tests.lora import make_adapter, merge
 from tests.system.processes import Command, backends_of, running
@@ -46,7 +46,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(root: Path) -> Iterator[Command]:
     options = ("--lora-dir", str(root), "--lora-budget", "3MB", "--admin-key", KEY, "--workers", "2")
     serve = Command(
-        "penstock.main", "serve", "--gpu", "none", "--port", "0", "--kv-budget", "100MB", "--dtype", "fp32", *options
+        "penstock.main",
+        "serve",
+        "penstock-demo",
+        "--gpu",
+        "none",
+        "--port",
+        "0",
+        "--kv-budget",
+        "100MB",
+        "--dtype",
+        "fp32",
+        *options,
     )
     with running(serve):
         yield serve

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferRequest, Finish, Sampling
 from tests.backend.served import connected, generate

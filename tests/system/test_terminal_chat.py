@@ -53,6 +53,31 @@ def test_refusal_is_printed_and_the_conversation_goes_on(served_demo: str) -> No
     assert answer
 
 
+def test_run_answers_with_a_server_of_its_own_that_ends_with_it(tmp_path: Path) -> None:
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+
+    def penstock(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = module_argv("penstock.main", words)
+        return subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+
+    done = penstock("run", "penstock-demo", "How do I sort a list?", "--max-tokens", "8", "--temperature", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()
+    assert penstock("ps").stdout == "no server of this user runs; penstock serve starts one\n"
+    failed = penstock("run", str(tmp_path / "nothing"), "?")
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
+
+
+def test_run_asks_the_server_that_has_the_model(served_demo: str) -> None:
+    done = subprocess.run(
+        module_argv("penstock.main", ["run", "penstock-demo", "Hello", "--url", served_demo, "--max-tokens", "1"]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_missing_server_ends_with_one_line() -> None:
     done = talk(f"http://127.0.0.1:{free_port()}")
     assert done.returncode == 1

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Group, Parameter
 
-from penstock.process.failure import fail
+from penstock.process.failure import USAGE_STATUS, fail
 from penstock.process.options import make_app
+from penstock.serve.foreign_options import FOREIGN_COMMANDS
 from penstock.tools.bench.errors import COMMAND
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _COMPONENTS = {
 
 
 def _fail_in_one_line(error: CycloptsError) -> NoReturn:
-    fail(COMMAND, " ".join(str(error).split()))
+    fail(COMMAND, " ".join(str(error).split()), USAGE_STATUS)
 
 
 app = make_app("bench", _HELP)
@@ -60,5 +61,7 @@ def _load_by_default(
 ) -> Any:
     if arguments and not arguments[0].startswith("-"):
         names = ", ".join((*_SERVING, *_ENCODERS, *_COMPONENTS))
-        fail(COMMAND, f'there is no measurement "{arguments[0]}"; choose one of {names}')
+        foreign = FOREIGN_COMMANDS.get(f"bench {arguments[0]}")
+        advice = f"choose one of {names}" if foreign is None else f"here {foreign}"
+        fail(COMMAND, f'there is no measurement "{arguments[0]}"; {advice}', USAGE_STATUS)
     return app(["load", *arguments])

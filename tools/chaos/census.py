@@ -54,6 +54,8 @@ def process_state(role: str, pid: int, tcp_inodes: frozenset[str]) -> ProcessSta
         rss_bytes = process_use(pid).rss_bytes
     except OSError:
         return None
+    if not rss_bytes:  # a process that is ending, or a zombie
+        return None
     connections = sum(link.startswith("socket:[") and link[8:-1] in tcp_inodes for link in links)
     return ProcessState(role, pid, started_ticks, len(links) - connections, connections, rss_bytes)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from penstock.backend.model_names import DEMO_MODEL
 from penstock.process.children import stat_fields
 from penstock.process.options import make_app, to_argv
 from penstock.process.supervisor import module_argv
@@ -101,6 +102,8 @@ class Server:
             options, api_key_file=self._keys, socket=self.runtime / "s.sock", port=self._port_b
         )
         decided = ["--port", str(port_a), "--socket", str(options.socket), "--api-key-file", str(self._keys)]
+        if options.model is None and not options.has_names:
+            decided += ["--model", DEMO_MODEL]
         self._serve_argv = module_argv("penstock.main", ["serve", *words, *decided])
         self.serve = self._start_serve()
         self._argv_b = to_argv(frontend_options(options, backend_options(options)))

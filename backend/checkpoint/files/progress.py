@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 LOG_INTERVAL_S = 5.0
+_SHOWN_FROM_BYTES = 1_000_000
 _WRITTEN_BYTES = "huggingface_hub.snapshot_download"
 
 
@@ -147,7 +148,7 @@ def logged_downloads(model: str) -> type[Any]:
             super().__init__(*args, name=name, **kwargs | shown)  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> None:
-            if self.n:
+            if self.n and self.total >= _SHOWN_FROM_BYTES:
                 logger.info("Downloading %s: %s of %s", model, format_size(self.n), format_size(self.total))
 
     return LoggedBar

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "8"
+FORMAT = "9"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -63,7 +63,8 @@ _SHARED_GATE = "shared_expert_gate.weight"
 def gguf_directory(path: Path) -> Path:
     """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
     try:
-        paths = _shards(path.resolve())
+        # In the hub's cache a file is a link to one without a name; only its directory may be resolved.
+        paths = _shards(path.parent.resolve() / path.name)
         return cached_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None

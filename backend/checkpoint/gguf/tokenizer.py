@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 _PREFIX = "tokenizer.ggml."
 _NAMED_TEMPLATE = "tokenizer.chat_template."
 _SPACE = "\u2581"
+_FILL_IN = {
+    "prefix": ("fim_pre", "prefix"),
+    "suffix": ("fim_suf", "suffix"),
+    "middle": ("fim_mid", "middle"),
+    "repository": ("fim_rep",),
+    "file": ("fim_sep",),
+}
+"""Keys of the tokens for filling in code: today's, and the older ones."""
 _MAX_PIECE_CHARACTERS = 128
 """No SentencePiece vocabulary has longer pieces of text; longer ones are never merged."""
 
@@ -82,7 +90,13 @@ class GgufTokenizer:
             for name, key in names.items()
             if (token_id := self._token_id(f"{key}_token_id")) is not None
         }
-        return config | self._templates()
+        fill_in = {name: token_id for name in _FILL_IN if (token_id := self._fill_in_id(name)) is not None}
+        return config | ({"fim_token_ids": fill_in} if fill_in else {}) | self._templates()
+
+    def _fill_in_id(self, name: str) -> int | None:
+        """Return the id under the first of the keys that the file has."""
+        found = (self._token_id(f"{key}_token_id") for key in _FILL_IN[name])
+        return next((token_id for token_id in found if token_id is not None), None)
 
     def _templates(self) -> dict[str, Any]:
         """The chat template; with others by name, such as tool_use, a list as in Hugging Face checkpoints."""

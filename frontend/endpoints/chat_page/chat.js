@@ -1,226 +1,166 @@
-// The chat: conversations, messages, and the requests that answer them.
-import { ApiError, events, request, setKey } from "/page/api.js";
-import { AnswerView, extend, newAnswer, toMessage } from "/page/answer.js";
+// The chat: the shown conversation, and what the reader does with it.
+import { ApiError, request, setKey } from "/page/api.js";
+import { addAnswers, addContinuation, addResults } from "/page/asking.js";
+import * as attachments from "/page/attachments.js";
+import * as list from "/page/conversation_list.js";
+import { at } from "/page/elements.js";
+import { followEnd } from "/page/follow.js";
+import { AnswersView, toolView, userView } from "/page/message_views.js";
 import * as settings from "/page/settings.js";
 import * as store from "/page/store.js";
+import * as streams from "/page/streams.js";
+import { add, newConversation, path, show } from "/page/tree.js";
+import { showWhy } from "/page/why.js";
 
-const at = (id) => document.getElementById(id);
-const conversations = store.load();
-let current = null;
-let stopper = null; // of the requests that run
+const LAST = "penstock.last";
+const DRAFT = "penstock.draft";
+const MODEL = "penstock.model";
+
+let current = newConversation();
+let views = []; // of the shown path
+let edited = null; // the message that the next one replaces, on a branch of its own
+const shownRunning = new Set(); // ids of messages that are shown as running
 
 function notify(text) {
   at("notice").textContent = text ?? "";
   at("notice").hidden = !text;
 }
 
-function keep() {
-  notify(store.save(conversations));
-  drawConversations();
-}
+const unsaved = (error) =>
+  notify(`This browser cannot keep more conversations (${error?.name ?? "error"}): export and delete some.`);
 
 // Conversations
 
-function button(text, label, onClick) {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.textContent = text;
-  if (label) made.setAttribute("aria-label", label);
-  made.addEventListener("click", onClick);
-  return made;
-}
-
-function drawConversations() {
-  at("conversations").replaceChildren(...conversations.map((each) => {
-    const item = document.createElement("li");
-    if (each === current) item.setAttribute("aria-current", "true");
-    const title = store.titleOf(each);
-    item.append(button(title, "", () => open(each)), button("✕", `Delete ${title}`, () => remove(each)));
-    return item;
-  }));
-}
-
-function open(conversation) {
-  stop();
+async function open(conversation) {
+  await store.open(conversation);
   current = conversation;
-  drawConversations();
+  localStorage.setItem(LAST, conversation.id);
+  list.showColumn(false);
+  edit(null);
+  list.draw();
   drawMessages();
   at("input").focus();
 }
 
-function startNew() {
-  const fresh = conversations.find((each) => each.messages.length === 0) ?? store.newConversation();
-  if (!conversations.includes(fresh)) conversations.unshift(fresh);
-  open(fresh);
+const startNew = () => open(newConversation());
+
+function forget(conversation) {
+  if (conversation === current) startNew();
+  else list.draw();
 }
 
-function remove(conversation) {
-  conversations.splice(conversations.indexOf(conversation), 1);
-  if (conversation === current) startNew();
-  keep();
+function takeOver({ conversation, messages, removed }) {
+  list.draw();
+  if (removed && removed === current.id) startNew();
+  if (conversation && messages.some((each) => !shown(each.id)) && conversation === current) drawMessages();
+  for (const { id } of messages ?? []) {
+    const message = conversation.messages.get(id);
+    redraw(message);
+    if (streams.isRunning(message)) streams.awaitTurn(conversation, message);
+  }
 }
 
 // Messages
 
-function heading(text) {
-  const made = document.createElement("h2");
-  made.textContent = text;
-  return made;
+const shown = (id) => views.find((each) => each.message.id === id);
+
+const actions = {
+  show(message) {
+    show(current, message);
+    save();
+    drawMessages();
+  },
+  edit,
+  choose(message, index) {
+    message.chosen = index;
+    save(message);
+    redraw(message);
+  },
+  regenerate: (message) => answer(message.parent),
+  goOn(message) {
+    addContinuation(current, message);
+    streams.run(current, message);
+  },
+  sendResults(message, results) {
+    const made = addResults(current, message, results);
+    save(...made);
+    answer(made.at(-1).id);
+  },
+  retry: (message) => streams.retry(current, message),
+  why: showWhy,
+};
+
+const save = (...messages) => store.save(current, ...messages).catch(unsaved);
+
+function viewOf(message) {
+  if (message.role === "user") return userView(current, message, actions);
+  return message.role === "tool" ? toolView(message) : new AnswersView(current, message, actions);
 }
 
 function drawMessages() {
-  at("messages").replaceChildren(...current.messages.map((message, index) =>
-    message.role === "user" ? userView(message, index) : answersView(message).node));
+  views = path(current).map(viewOf);
+  at("messages").replaceChildren(...views.map((view) => view.node));
+  showRunning();
+  followEnd();
 }
 
-function userView(message, index) {
-  const node = document.createElement("div");
-  node.className = "message user";
-  const text = document.createElement("div");
-  text.className = "text";
-  text.textContent = message.content;
-  const edit = button("Edit and send again", "", () => {
-    stop();
-    current.messages.splice(index);
-    drawMessages();
-    at("input").value = message.content;
-    at("input").focus();
-  });
-  node.append(heading("You"), text, edit);
-  return node;
+function redraw(message) {
+  shown(message.id)?.draw();
+  if (shownRunning.has(message.id) === streams.isRunning(message)) return;
+  if (streams.isRunning(message)) shownRunning.add(message.id);
+  else shownRunning.delete(message.id);
+  list.draw();
+  showRunning();
 }
 
-function answersView(message) {
-  const node = document.createElement("div");
-  node.className = "message";
-  const row = document.createElement("div");
-  row.className = "answers";
-  const views = message.answers.map((answer) => new AnswerView(answer));
-  row.append(...views.map((view) => view.node));
-  node.append(heading(message.model ?? "Model"), row);
-  if (views.length > 1) {
-    const choose = (chosen) => {
-      message.chosen = chosen;
-      views.forEach((view, index) => view.node.classList.toggle("chosen", index === chosen));
-      keep();
-    };
-    views.forEach((view, index) => view.node.append(button("Continue with this one", "", () => choose(index))));
-    views[message.chosen].node.classList.add("chosen");
-  }
-  return { node, views };
+const running = () => views.map((view) => view.message).filter(streams.isRunning);
+
+function showRunning() {
+  const isRunning = running().length > 0;
+  at("stop").hidden = !isRunning;
+  at("send").hidden = isRunning;
 }
 
-function history(system) {
-  const before = current.messages.map((message) =>
-    message.role === "user" ? { role: "user", content: message.content } : toMessage(message.answers[message.chosen]));
-  return system ? [{ role: "system", content: system }, ...before] : before;
+function edit(message) {
+  edited = message;
+  at("editing").hidden = !message;
+  if (!message) return;
+  at("input").value = message.content;
+  attachments.set(message.files ?? []);
+  at("input").focus();
 }
 
 // Requests
 
-async function send(text) {
-  const { system, isJson, requests } = settings.read();
-  current.messages.push({ role: "user", content: text });
-  const messages = history(system);
-  const model = at("model").value;
-  const groups = requests.map(({ fields, label }) => Array.from({ length: fields.n ?? 1 }, () => newAnswer(isJson, label)));
-  const reply = { role: "assistant", model, chosen: 0, answers: groups.flat() };
-  current.messages.push(reply);
-  drawMessages();
-  const { node, views } = answersView(reply);
-  at("messages").lastChild.replaceWith(node);
-  node.scrollIntoView({ block: "end" });
-  stopper = new AbortController();
-  showRunning(true);
-  const { signal } = stopper;
-  let first = 0;
-  const running = requests.map(({ fields }, index) => {
-    const own = views.slice(first, first += groups[index].length);
-    return stream({ model, messages, ...fields }, own, signal);
-  });
-  await Promise.all(running);
-  if (stopper?.signal === signal) showRunning(false);
-  keep();
-}
-
-async function stream(body, views, signal) {
-  const startedMs = performance.now();
-  const arrivals = views.map(() => new Arrivals(startedMs));
-  const reported = { stream_options: { include_usage: true }, return_token_ids: true, return_timings: true };
-  let usage = null;
-  let timings = null;
+// Adds the answers to the message with this id, and asks for them.
+function answer(parent) {
   try {
-    const answer = await request("/v1/chat/completions", { body: { ...body, stream: true, ...reported }, signal });
-    for await (const chunk of events(answer)) {
-      for (const choice of chunk.choices) {
-        arrivals[choice.index].add(choice.token_ids?.length ?? 0);
-        extend(views[choice.index].answer, choice);
-        views[choice.index].drawSoon();
-      }
-      usage = chunk.usage ?? usage;
-      timings = chunk.timings ?? timings;
-    }
+    const made = addAnswers(current, parent, at("model").value);
+    streams.run(current, made);
+    drawMessages();
   } catch (error) {
-    for (const { answer } of views) answer.failure = error.name === "AbortError" ? "stopped" : error.message;
-    if (error instanceof ApiError && error.status === 401) askForKey();
-  }
-  const serversRate = timings?.predicted_per_second ? timings.predicted_per_second / views.length : null;
-  views.forEach((view, index) => {
-    view.answer.stats = {
-      ...arrivals[index].figures(serversRate),
-      // of the request: its answers have one prompt
-      promptTokens: usage ? usage.prompt_tokens : null,
-      cachedTokens: usage?.prompt_tokens_details?.cached_tokens ?? 0,
-      isCoalesced: usage?.penstock?.coalesced ?? false,
-    };
-    view.draw();
-  });
-}
-
-// Tokens that a late page reads at once tell nothing of their rate.
-const SHORTEST_SPAN_MS = 10;
-
-// When the tokens of one answer arrive. An event has several if they come faster than events are written.
-class Arrivals {
-  constructor(startedMs) {
-    this.startedMs = startedMs;
-    this.firstMs = null;
-    this.lastMs = null;
-    this.numFirst = 0;
-    this.num = 0;
-  }
-
-  add(num) {
-    if (!num) return;
-    this.lastMs = performance.now();
-    if (this.firstMs === null) {
-      this.firstMs = this.lastMs;
-      this.numFirst = num;
-    }
-    this.num += num;
-  }
-
-  // serversRate stands in where all tokens were read at once.
-  figures(serversRate) {
-    const later = this.num - this.numFirst;
-    const spanMs = this.lastMs - this.firstMs;
-    return {
-      ttftMs: this.firstMs === null ? null : this.firstMs - this.startedMs,
-      tokensPerS: spanMs >= SHORTEST_SPAN_MS ? later / (spanMs / 1000) : serversRate,
-      completionTokens: this.num,
-    };
+    notify(error.message);
   }
 }
 
-function stop() {
-  stopper?.abort();
-  showRunning(false);
-}
-
-function showRunning(isRunning) {
-  if (!isRunning) stopper = null;
-  at("stop").hidden = !isRunning;
-  at("send").hidden = isRunning;
+async function submit() {
+  const content = at("input").value.trim();
+  if (running().length) return;
+  try {
+    settings.read(at("model").value); // throws before anything is sent
+    const files = attachments.take();
+    if (!content && !files.length) return;
+    notify(null);
+    const made = add(current, edited ? edited.parent : current.leaf, { role: "user", content, ...(files.length ? { files } : {}) });
+    at("input").value = "";
+    localStorage.removeItem(DRAFT);
+    localStorage.setItem(LAST, current.id);
+    edit(null);
+    await save(made);
+    answer(made.id);
+  } catch (error) {
+    notify(error.message);
+  }
 }
 
 // Models and the key
@@ -234,31 +174,25 @@ async function loadModels() {
   try {
     const { data } = await (await request("/v1/models")).json();
     const able = data.filter((model) => model.capabilities?.structured_output !== false);
-    at("model").replaceChildren(...able.map((model) => new Option(model.id, model.id)));
+    const names = able.map((model) => model.id);
+    at("model").replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(localStorage.getItem(MODEL))) at("model").value = localStorage.getItem(MODEL);
     at("model").onchange = () => settings.showDefaults(able[at("model").selectedIndex]?.default_sampling);
     at("model").onchange();
+    settings.showModels(names);
     notify(able.length ? null : "No served model writes text; see the API page for what they do.");
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) askForKey();
-    notify(error.message);
+    notify(error.status ? error.message : "The server does not answer. Your conversations are here; reload the page when it is back.");
   }
 }
 
 // Events of the page
 
-async function submit() {
-  const text = at("input").value.trim();
-  if (!text || stopper) return;
-  try {
-    const sent = send(text);
-    at("input").value = "";
-    await sent;
-  } catch (error) {
-    at("input").value = text;
-    notify(error.message);
-  }
-}
-
+streams.news.addEventListener("change", ({ detail }) => redraw(detail));
+streams.news.addEventListener("unsaved", ({ detail }) => unsaved(detail));
+streams.news.addEventListener("key", askForKey);
+at("model").addEventListener("change", () => localStorage.setItem(MODEL, at("model").value));
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
@@ -268,11 +202,13 @@ at("input").addEventListener("keydown", (event) => {
   event.preventDefault();
   submit();
 });
+at("input").addEventListener("input", () => localStorage.setItem(DRAFT, at("input").value));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") stop();
+  if (event.key === "Escape" && !at("why").open) running().forEach(streams.stop);
 });
-at("stop").addEventListener("click", stop);
+at("stop").addEventListener("click", () => running().forEach(streams.stop));
 at("new").addEventListener("click", startNew);
+at("no-edit").addEventListener("click", () => edit(null));
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(at("key").value);
@@ -280,26 +216,37 @@ at("key-form").addEventListener("submit", (event) => {
   at("key-form").hidden = true;
   loadModels();
 });
-at("export").addEventListener("click", () => {
+at("export").addEventListener("click", async () => {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([store.exportText(conversations)], { type: "application/json" }));
+  link.href = URL.createObjectURL(new Blob([await store.exportText()], { type: "application/json" }));
   link.download = "penstock-conversations.json";
   link.click();
   URL.revokeObjectURL(link.href);
 });
-at("import").addEventListener("change", async (event) => {
+at("import").addEventListener("change", async ({ target }) => {
   try {
-    const known = new Set(conversations.map((each) => each.id));
-    const found = store.parse(await event.target.files[0].text());
-    conversations.push(...found.filter((each) => !known.has(each.id)));
-    keep();
+    await store.importText(await target.files[0].text());
+    list.draw();
   } catch (error) {
     notify(`The file cannot be imported: ${error.message}`);
   }
-  event.target.value = "";
+  target.value = "";
 });
 
-settings.restore();
-at("settings").open = matchMedia("(min-width: 60rem)").matches;
-startNew();
-loadModels();
+async function start() {
+  settings.restore();
+  attachments.listen(notify);
+  list.listen({ current: () => current, open, forget });
+  at("settings").open = matchMedia("(min-width: 60rem)").matches;
+  at("input").value = localStorage.getItem(DRAFT) ?? "";
+  loadModels();
+  await store.load(takeOver).catch((error) => notify(`This browser keeps no conversations (${error?.name}).`));
+  await open(store.conversations.get(localStorage.getItem(LAST)) ?? newConversation());
+  await streams.resumeAll(async (id) => {
+    const known = store.conversations.get(id);
+    if (known) await store.open(known);
+    return known;
+  });
+}
+
+start();

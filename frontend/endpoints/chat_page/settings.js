@@ -1,28 +1,76 @@
-// The form of settings: what it adds to a request.
+// The form of settings: what it adds to a request, and presets of it.
+import { at } from "/page/elements.js";
+
 const SETTINGS = "penstock.settings";
-const NUMBERS = ["temperature", "top_p", "top_k", "max_completion_tokens", "seed", "n"];
-const form = document.getElementById("fields");
+const PRESETS = "penstock.presets";
+const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
+const NUMBERS = [...SAMPLING, "max_completion_tokens", "seed", "n"];
+const form = at("fields");
+const fields = () => [...form.elements].filter((field) => field.name);
+
+const kept = (key) => JSON.parse(localStorage.getItem(key) ?? "{}");
+const keep = (key, value) => localStorage.setItem(key, JSON.stringify(value));
+
+const values = () =>
+  Object.fromEntries(fields().map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]));
+
+function fill(wanted) {
+  for (const field of fields()) {
+    const value = wanted[field.name];
+    if (field.type === "checkbox") field.checked = value === true;
+    else field.value = String(value ?? field.defaultValue ?? "");
+  }
+}
 
 export function restore() {
-  const kept = JSON.parse(localStorage.getItem(SETTINGS) ?? "{}");
-  for (const field of form.elements) {
-    if (!(field.name in kept)) continue;
-    if (field.type === "checkbox") field.checked = kept[field.name] === true;
-    else field.value = String(kept[field.name]);
-  }
-  form.addEventListener("change", () => {
-    const values = [...form.elements].map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]);
-    localStorage.setItem(SETTINGS, JSON.stringify(Object.fromEntries(values)));
-  });
+  fill(kept(SETTINGS));
+  form.addEventListener("change", () => keep(SETTINGS, values()));
+  drawPresets();
+}
+
+// Shows the models to compare with.
+export function showModels(names) {
+  const chosen = kept(SETTINGS).second_model;
+  const field = form.elements.second_model;
+  field.replaceChildren(new Option("the same", ""), ...names.map((name) => new Option(name, name)));
+  field.value = names.includes(chosen) ? chosen : "";
 }
 
 // Shows what holds for a field that is left empty. defaults are those of the chosen model, if it is loaded.
 export function showDefaults(defaults) {
-  for (const name of ["temperature", "top_p", "top_k"]) {
+  for (const name of SAMPLING) {
     const value = defaults?.[name];
     form.elements[name].placeholder = value === undefined ? "" : name === "top_k" && value === 0 ? "all" : String(value);
   }
 }
+
+// Presets
+
+function drawPresets(chosen = "") {
+  at("preset").replaceChildren(new Option("none", ""), ...Object.keys(kept(PRESETS)).sort().map((name) => new Option(name, name)));
+  at("preset").value = chosen;
+  at("preset-delete").disabled = !chosen;
+}
+
+at("preset").addEventListener("change", ({ target }) => {
+  fill(kept(PRESETS)[target.value] ?? {});
+  keep(SETTINGS, values());
+  at("preset-name").value = target.value;
+  at("preset-delete").disabled = !target.value;
+});
+at("preset-save").addEventListener("click", () => {
+  const name = at("preset-name").value.trim();
+  if (!name) return at("preset-name").focus();
+  keep(PRESETS, { ...kept(PRESETS), [name]: values() });
+  drawPresets(name);
+});
+at("preset-delete").addEventListener("click", () => {
+  const { [at("preset").value]: _, ...others } = kept(PRESETS);
+  keep(PRESETS, others);
+  drawPresets();
+});
+
+// Requests
 
 function json(name, what) {
   const text = form.elements[name].value.trim();
@@ -34,25 +82,40 @@ function json(name, what) {
   }
 }
 
-// Returns the system text, whether answers must be JSON, and the fields of each request to send: one, or two that are
+// Returns whether answers must be JSON, and the fields and the system text of each request to send: one, or two that are
 // compared, with a label each. Throws for a field that is not valid.
-export function read() {
-  const wrong = [...form.elements].find((field) => !field.checkValidity());
+export function read(model) {
+  const wrong = fields().find((field) => !field.checkValidity());
   if (wrong) throw new Error(`${wrong.closest("label").firstChild.textContent.trim()}: ${wrong.validationMessage}`);
-  const fields = {};
+  const sent = { model };
   for (const name of NUMBERS) {
-    if (form.elements[name].value !== "") fields[name] = Number(form.elements[name].value);
+    if (form.elements[name].value !== "") sent[name] = Number(form.elements[name].value);
   }
-  if (form.elements.logprobs.checked) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+  if (form.elements.logprobs.checked) Object.assign(sent, { logprobs: true, top_logprobs: 5 });
   const schema = json("schema", "JSON schema");
-  if (schema !== undefined) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  if (schema !== undefined) sent.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   const tools = json("tools", "Tools");
-  if (tools !== undefined) fields.tools = tools;
-  const requests = [{ fields, label: "" }];
-  if (form.elements.second_temperature.value !== "") {
-    const second = { ...fields, temperature: Number(form.elements.second_temperature.value) };
-    requests[0].label = fields.temperature === undefined ? "default temperature" : `temperature ${fields.temperature}`;
-    requests.push({ fields: second, label: `temperature ${second.temperature}` });
+  if (tools !== undefined) sent.tools = tools;
+  return { isJson: schema !== undefined, requests: compared(sent, form.elements.system.value.trim()) };
+}
+
+function compared(sent, system) {
+  const text = (name) => form.elements[name].value.trim();
+  const first = { fields: sent, system, label: "" };
+  const second = { fields: { ...sent }, system: text("second_system") || system, label: "" };
+  const labels = [];
+  if (text("second_model") && text("second_model") !== sent.model) {
+    second.fields.model = text("second_model");
+    labels.push([sent.model, second.fields.model]);
   }
-  return { system: form.elements.system.value.trim(), isJson: schema !== undefined, requests };
+  if (text("second_temperature")) {
+    second.fields.temperature = Number(text("second_temperature"));
+    labels.push([sent.temperature === undefined ? "default temperature" : `temperature ${sent.temperature}`,
+      `temperature ${second.fields.temperature}`]);
+  }
+  if (text("second_system")) labels.push(["first system text", "second system text"]);
+  if (!labels.length) return [first];
+  first.label = labels.map(([one]) => one).join(", ");
+  second.label = labels.map(([, other]) => other).join(", ");
+  return [first, second];
 }

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
+from penstock.frontend.endpoints.docs import local_docs
 from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
 from penstock.frontend.endpoints.server.health import READY_PATH
-from penstock.frontend.schemas import messages, responses
+from penstock.frontend.schemas import messages, ollama, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.schemas.chat import ChatBody
-from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.completion import UNSUPPORTED_NATIVE, CompletionBody, InfillBody, NativeCompletionBody
 from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
 from penstock.frontend.schemas.pooling import tei
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
@@ -34,7 +35,16 @@ from penstock.frontend.schemas.utilities import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from penstock.frontend.transport.errors import ANTHROPIC_PATH, COHERE_PATHS, TEI_STATUSES, ErrorKind, is_of_tei
+from penstock.frontend.transport.errors import (
+    ANTHROPIC_PATH,
+    COHERE_PATHS,
+    LLAMA_CPP_PATHS,
+    TEI_STATUSES,
+    ErrorKind,
+    error_format_for,
+    is_of_ollama,
+    is_of_tei,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -43,14 +53,14 @@ if TYPE_CHECKING:
     from penstock.frontend.endpoints.routes import EndpointDoc, Route
     from penstock.frontend.transport.exchange import Exchange
 
-_QUESTION = "What does os.path.join do?"
-_TEXTS = ["Joins parts of a path.", "Returns the time."]
+_QUESTION = "What is the capital of Japan?"
+_TEXTS = ["Tokyo is the capital of Japan.", "Rice is a grain."]
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _TOKENS = [1, 2, 3]
 
 BODY_EXAMPLES: dict[type[Struct], dict[str, Any]] = {
     ChatBody: {"messages": _MESSAGES, "max_completion_tokens": 60, "temperature": 0.7},
-    CompletionBody: {"prompt": "def join(path, *paths):", "max_tokens": 60, "temperature": 0.7},
+    CompletionBody: {"prompt": "The capital of Japan is", "max_tokens": 60, "temperature": 0.7},
     MessagesBody: {"messages": _MESSAGES, "max_tokens": 60},
     CountTokensBody: {"messages": _MESSAGES},
     ResponsesBody: {"input": _QUESTION, "max_output_tokens": 60},
@@ -73,11 +83,22 @@ BODY_EXAMPLES: dict[type[Struct], dict[str, Any]] = {
     LabelScoreBody: {"query": _QUESTION, "items": _TEXTS, "label_token_ids": _TOKENS},
     ClassifyBody: {"input": _TEXTS},
     tei.PredictBody: {"inputs": _TEXTS},
+    ollama.OllamaChatBody: {"model": "a-model", "messages": _MESSAGES, "stream": False, "options": {"num_predict": 60}},
+    ollama.OllamaGenerateBody: {
+        "model": "a-model",
+        "prompt": _QUESTION,
+        "stream": False,
+        "options": {"num_predict": 60},
+    },
+    ollama.OllamaEmbedBody: {"model": "a-model", "input": _TEXTS},
+    ollama.OllamaEmbeddingsBody: {"model": "a-model", "prompt": _QUESTION},
+    ollama.OllamaModelBody: {"model": "a-model"},
+    NativeCompletionBody: {"prompt": "def join(path, *paths):", "n_predict": 60},
+    InfillBody: {"input_prefix": "def join(path, *paths):\n", "input_suffix": "    return path\n", "n_predict": 60},
 }
 
 
 _JSON = "application/json"
-_EVENTS = "text/event-stream"
 _REF = "#/components/schemas/{name}"
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -85,9 +106,18 @@ _REFUSED_FIELDS: dict[type[Struct], Iterable[str]] = {
     responses.ResponsesBody: responses.UNSUPPORTED_FIELDS,
     messages.MessagesBody: messages.UNSUPPORTED_FIELDS,
     messages.CountTokensBody: messages.UNSUPPORTED_FIELDS,
+    NativeCompletionBody: UNSUPPORTED_NATIVE,
+    InfillBody: UNSUPPORTED_NATIVE,
 }
 
-_ERROR_TYPES = (ErrorAnswer, AnthropicErrorAnswer, CohereErrorAnswer, TeiErrorAnswer)
+_ERROR_TYPES = (
+    ErrorAnswer,
+    AnthropicErrorAnswer,
+    CohereErrorAnswer,
+    TeiErrorAnswer,
+    local_docs.OllamaErrorAnswer,
+    local_docs.LlamaCppErrorAnswer,
+)
 _ANY_ERRORS = (ErrorKind.FOREIGN_HOST, ErrorKind.INTERNAL)
 _KEY_ERRORS = (ErrorKind.BAD_KEY,)
 _PATH_ERRORS = (ErrorKind.UNKNOWN_PATH,)
@@ -116,7 +146,7 @@ def document(routes: Mapping[str, Mapping[str, Route]], version: str) -> dict[st
         "info": {
             "title": "Penstock",
             "version": version,
-            "description": "The APIs of OpenAI and Anthropic and of servers for embeddings and reranking.",
+            "description": "The APIs of OpenAI, Anthropic, Ollama and llama.cpp, of embeddings and reranking.",
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(doc.tag for doc in docs)],
         "paths": paths,
@@ -137,7 +167,8 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
         "operationId": "_".join([method.lower(), *words]),
         "tags": [doc.tag],
         "summary": doc.summary,
-        "responses": {"200": _answer(doc)} | _errors(path, method, route),
+        "responses": {"200": _answer(doc, error_format_for(path, method).stream.content_type)}
+        | _errors(path, method, route),
         # {} because a server without keys needs none.
         "security": [{"bearer": []}, {"header": []}, {}] if route.needs_key else [],
     }
@@ -187,7 +218,7 @@ _GENERATION_HEADERS = [
 ]
 
 
-def _answer(doc: EndpointDoc) -> dict[str, Any]:
+def _answer(doc: EndpointDoc, stream_type: bytes) -> dict[str, Any]:
     if isinstance(doc.answer, str):
         content: dict[str, Any] = {doc.answer: {"schema": {"type": "string"}}}
     elif doc.answer is Struct:
@@ -196,7 +227,7 @@ def _answer(doc: EndpointDoc) -> dict[str, Any]:
         other = [] if doc.other is None else [doc.other[1]]
         content = {_JSON: {"schema": _any_of([doc.answer, *other])}}
     if doc.events is not None:
-        content[_EVENTS] = {"schema": _reference(doc.events)}
+        content[stream_type.partition(b";")[0].decode()] = {"schema": _reference(doc.events)}
     return {"description": doc.summary, "content": content}
 
 
@@ -223,6 +254,10 @@ def _error_type(path: str, method: str) -> type[Struct]:
         return TeiErrorAnswer
     if path in COHERE_PATHS:
         return CohereErrorAnswer
+    if is_of_ollama(path):
+        return local_docs.OllamaErrorAnswer
+    if path in LLAMA_CPP_PATHS:
+        return local_docs.LlamaCppErrorAnswer
     return AnthropicErrorAnswer if path.startswith(ANTHROPIC_PATH) else ErrorAnswer
 
 

@@ -43,6 +43,7 @@ async def embed(exchange: Exchange, context: EndpointContext) -> None:
         _truncation(body, served.card),
         prompt=prompt_text(served.pooling, _prompt_name(body.input_type, served)),
         how_to_truncate='truncate "END" truncates it',
+        may_truncate=body.truncate != "NONE",
     )
     types: list[EmbeddingType] = list(dict.fromkeys(body.embedding_types or ["float"]))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.models.capacity import check_capacity
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.shm.messages import ModelCard, PooledKind
 
 Taken = TypeVar("Taken")
+Other = TypeVar("Other")
 HOW_TO_TRUNCATE = "truncate_prompt_tokens -1 truncates it"
 
 
@@ -42,6 +43,7 @@ class Computed(Generic[Taken]):
     num_tokens: int
     times: PooledTimes
     received_s: float
+    num_truncated: int = 0
 
     def usage(self) -> dict[str, int]:
         """Return OpenAI's usage."""
@@ -57,7 +59,11 @@ class Computed(Generic[Taken]):
         }
         timing = ", ".join(f"{name};dur={round(1000 * duration_s, 3)}" for name, duration_s in spent_s.items())
         coalesced = b"joined" if self.times.num_coalesced else b"none"
-        return ((b"x-penstock-coalesced", coalesced), (b"server-timing", timing.encode()))
+        truncated = ((b"x-penstock-truncated", b"%d" % self.num_truncated),) if self.num_truncated else ()
+        return ((b"x-penstock-coalesced", coalesced), (b"server-timing", timing.encode()), *truncated)
+
+    def with_results(self, results: list[Other]) -> Computed[Other]:
+        return cast("Computed[Other]", replace(self, results=results))  # type: ignore[arg-type]
 
 
 async def compute(
@@ -101,7 +107,8 @@ async def compute(
     finally:
         log_entry.queue_s = run.times.queue_s
         exchange.at_end.append(partial(log_entry.observe, served.backend.board, time.monotonic()))
-    return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s)
+    truncated = sum(each.num_whole_tokens > len(each.token_ids) for each in encoded)
+    return Computed(results, request_id, created, log_entry.prompt_tokens, run.times, exchange.received_s, truncated)
 
 
 def vllm_truncation(body: TruncatedBody, card: ModelCard, max_second_tokens: int | None = None) -> Truncation:

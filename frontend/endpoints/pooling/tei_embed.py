@@ -109,6 +109,7 @@ async def similarity(exchange: Exchange, context: EndpointContext) -> None:
         tei_truncation(body, served.card),
         prompt=prompt_text(served.pooling, body.prompt_name),
         how_to_truncate="truncate true truncates it",
+        may_truncate=body.truncate is not False,
     )
     computed = await compute(
         exchange,
@@ -139,6 +140,7 @@ async def _answer(
         tei_truncation(body, served.card),
         prompt=prompt_text(served.pooling, body.prompt_name),
         how_to_truncate="truncate true truncates it",
+        may_truncate=body.truncate is not False,
     )
     computed = await compute(
         exchange,

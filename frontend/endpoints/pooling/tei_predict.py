@@ -78,4 +78,5 @@ def _rules(body: TeiBody, served: ServedModel, field: str, *, is_list: bool) -> 
         names_of(field, is_list=is_list),
         tei_truncation(body, served.card),
         how_to_truncate="truncate true truncates it",
+        may_truncate=body.truncate is not False,
     )

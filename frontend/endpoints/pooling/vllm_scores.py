@@ -163,10 +163,7 @@ async def _by_angle(exchange: Exchange, body: ScoreBody, served: ServedModel) ->
         id_prefix="score-",
     )
     vectors = computed.results
-    scores = [cosine(vectors[start], vectors[start + 1]) for start in range(0, len(vectors), 2)]
-    return Computed(
-        scores, computed.request_id, computed.created, computed.num_tokens, computed.times, computed.received_s
-    )
+    return computed.with_results([cosine(vectors[start], vectors[start + 1]) for start in range(0, len(vectors), 2)])
 
 
 def _scores(logits: array[float], served: ServedModel, *, is_activated: bool) -> list[float]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.frontend.formats.vectors import import_writers
+from penstock.frontend.parsing.syntax.fill_in import find_fill_in
 from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
@@ -53,6 +54,10 @@ class ServedModel:
     """End tokens that the chat template shows and the model's files do not name."""
     reads_special_tokens: bool = False
     """Whether special tokens that a client spells in a chat are these tokens."""
+    takes_token_ids: bool = True
+    """Whether a client may send token ids where vectors are computed."""
+    truncates_inputs: bool = False
+    """Whether inputs that are too long for the model's vectors are truncated, unless the request says otherwise."""
 
     @property
     def spellings(self) -> Spellings:
@@ -72,7 +77,8 @@ class ServedModel:
 
 
 def model_syntax_of(tokenizer: ModelTokenizer, parsers: ParserNames = ParserNames()) -> ModelSyntax:  # noqa: B008 - frozen
-    return choose_model_syntax(tokenizer.chat_template, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+    syntax = choose_model_syntax(tokenizer.chat_template, tokenizer.added_tokens, parsers.tools, parsers.reasoning)
+    return replace(syntax, fill_in=find_fill_in(tokenizer))
 
 
 def find_unnamed_ends(named: tuple[int, ...], tokenizer: ModelTokenizer) -> tuple[int, ...]:
@@ -148,8 +154,20 @@ class ModelKeeper:
         pooling = PoolingFiles.load(directory) if card.pooled else PoolingFiles()
         syntax = model_syntax_of(tokenizer, self._parsers)
         ends = find_unnamed_ends(card.eos_token_ids, tokenizer) if card.generates else ()
-        reads_special = self._parsers.special_tokens == "tokens"
-        return ServedModel(card, tokenizer, self.backend, syntax, pooling, self._id_mark, ends, reads_special)
+        parsers = self._parsers
+        truncates = pooling.has_own_limit if parsers.truncates_inputs is None else parsers.truncates_inputs
+        return ServedModel(
+            card,
+            tokenizer,
+            self.backend,
+            syntax,
+            pooling,
+            self._id_mark,
+            ends,
+            reads_special_tokens=parsers.special_tokens == "tokens",
+            takes_token_ids=parsers.takes_token_ids,
+            truncates_inputs=truncates,
+        )
 
     async def _load(self, card: ModelCard) -> None:
         self.settled.clear()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _LOOK_EVERY_S = 0.05
 _COUNT_EVERY_S = 0.1
 _LONGEST_RETRY_S = 3600
+_FOR_EVER_NS, _LONGEST_KEEP_S = 1 << 62, 1e9
 
 
 class WakingModel:
@@ -36,6 +37,7 @@ class WakingModel:
         self._backend = backend
         self._num_uses = 0
         self._num_counted = 0
+        self._keep_alive_s: float | None = None
         self.first_load = asyncio.Event()
         """Nothing connects to the backend before it."""
 
@@ -53,13 +55,28 @@ class WakingModel:
         return self._table.reason(self._index) if self._table.seconds_to_retry(self._index) else None
 
     def use(self) -> None:
-        """Keep the model awake, or have it woken, until `done`."""
+        """Keep the model awake, or have it woken, until `done`. Without `keep` it then has the server's time."""
         self._num_uses += 1
+        self._keep_alive_s = None
         self._count()
 
     def done(self) -> None:
         self._num_uses -= 1
         self._count()
+
+    def keep(self, duration_s: float | None) -> None:
+        """Let the model sleep this long after its last use: 0 at once, negative never, None the server's own time.
+
+        It sleeps earlier if another model needs its memory.
+        """
+        self._keep_alive_s = duration_s
+        self._note()
+
+    @property
+    def kept_s(self) -> float | None:
+        """Seconds until its last request lets it sleep; None if that is never or the server's own time."""
+        kept_ns = self._table.uses(self._index)[2]
+        return None if kept_ns in (0, _FOR_EVER_NS) else max(0.0, (kept_ns - time.monotonic_ns()) / 1e9)
 
     @property
     def num_open(self) -> int:
@@ -93,9 +110,16 @@ class WakingModel:
 
     def _count(self) -> None:
         num_open = self._num_uses + sum(client.board.requests_open for _, client in backends_of(self._backend))
-        if num_open or self._num_counted:
-            self._table.note_use(self._index, num_open, time.monotonic_ns())
-        self._num_counted = num_open
+        was_counted, self._num_counted = self._num_counted, num_open
+        if num_open or was_counted:
+            self._note()
+
+    def _note(self) -> None:
+        now_ns, keep_s = time.monotonic_ns(), self._keep_alive_s
+        kept_ns = 0
+        if keep_s is not None:
+            kept_ns = now_ns + round(keep_s * 1e9) if 0 <= keep_s <= _LONGEST_KEEP_S else _FOR_EVER_NS
+        self._table.note_use(self._index, self._num_counted, now_ns, kept_ns)
 
     def _failed(self) -> ApiError:
         message = f"{shorten(self._name)} could not be loaded: {self._table.reason(self._index)}"

@@ -11,7 +11,6 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 
 if TYPE_CHECKING:
     from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.chat import ChatBody
     from penstock.frontend.schemas.decoding import AnsweredBody
     from penstock.shm.messages import ModelCard
 
@@ -53,13 +52,14 @@ def _max_tokens(body: AnsweredBody, num_prompt_tokens: int, max_context_tokens: 
     return requested
 
 
-def limited_by_context(chat: ChatBody, num_prompt_tokens: int, card: ModelCard) -> ChatBody:
-    """Return the chat with a limit that fits the context after its prompt. A prompt that is too long is
+def limited_by_context(body: AnsweredBody, num_prompt_tokens: int, card: ModelCard) -> AnsweredBody:
+    """Return the body with a limit that fits the context after its longest prompt. A prompt that is too long is
     refused later."""
     num_left = card.max_context_tokens - num_prompt_tokens
-    if num_left < 1 or (chat.max_completion_tokens or 0) <= num_left:
-        return chat
-    return msgspec.structs.replace(chat, max_completion_tokens=num_left)
+    field, requested = body.requested_max_tokens
+    if num_left < 1 or requested is None or requested <= num_left:
+        return body
+    return msgspec.structs.replace(body, **{field: num_left})
 
 
 def check_logprobs(body: AnsweredBody, prompts: list[list[int]], max_tokens: list[int], card: ModelCard) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from penstock.frontend.text.input_encoder import EncodedInput, Truncation
@@ -32,12 +32,20 @@ class InputRules:
     name: Name
     """The body's name of the input with this index, for errors."""
     truncation: Truncation = Truncation()  # noqa: RUF009 - frozen
-    """Without a limit, an input that is too long is refused."""
+    """Without a limit, an input that is too long is refused, or truncated if the operator or the model says so."""
     add_special_tokens: bool = True
     prompt: str = ""
     """Goes before each text."""
     how_to_truncate: str = ""
     """A hint for errors: the field that allows truncation."""
+    may_truncate: bool = True
+    """False if the request forbids it."""
+
+    def of_model(self, served: ServedModel) -> InputRules:
+        truncation = self.truncation
+        if truncation.max_tokens is not None or not (self.may_truncate and served.truncates_inputs):
+            return self
+        return replace(self, truncation=replace(truncation, max_tokens=served.card.max_context_tokens))
 
 
 @dataclass(slots=True)
@@ -58,6 +66,7 @@ class _Pieces:
 
 async def encode_inputs(items: Sequence[Item], rules: InputRules, served: ServedModel) -> list[EncodedInput]:
     """Return the tokens of each item. Raises ApiError for an item that is too long or has an unknown token."""
+    rules = rules.of_model(served)
     texts = _Pieces()
     for index, item in enumerate(items):
         if not isinstance(item, list):
@@ -97,6 +106,7 @@ async def encode_templated(
 
     The template is never truncated. Raises ApiError.
     """
+    rules = rules.of_model(served)
     no_limit = Truncation()
     ends = [template.prefix, template.suffix]
     prefix, suffix = await served.tokenizer.encode_inputs(ends, no_limit, add_special_tokens=False)
@@ -145,6 +155,12 @@ def _truncated(token_ids: list[int], rules: InputRules) -> EncodedInput:
 
 
 def _check_ids(index: int, token_ids: list[int], rules: InputRules, served: ServedModel) -> None:
+    if not served.takes_token_ids:
+        message = (
+            "token ids are refused: those of another tokenizer would give vectors of other words. Send texts "
+            "(LangChain: check_embedding_ctx_length=False), or start the server with --allow-token-ids"
+        )
+        raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{rules.name(index)}: {message}", param=rules.name(index))
     largest = max(token_ids)
     if largest >= served.card.vocab_size:
         invalid(rules.name(index), f"token id {largest} is outside the vocabulary of {served.card.vocab_size}")

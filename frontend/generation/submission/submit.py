@@ -24,7 +24,6 @@ from penstock.frontend.generation.submission.sampling import (
     read_logit_bias,
     read_sampling,
 )
-from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.transport.errors import invalid
 from penstock.frontend.transport.exchange import PlannedUse
@@ -124,8 +123,7 @@ class PreparedRequest:
     @property
     def reports_progress(self) -> bool:
         """The stream reports how much of the prompt is computed."""
-        body = self.body
-        return isinstance(body, ChatBody) and body.return_progress is True and body.stream is True
+        return self.body.return_progress is True and self.body.stream is True
 
 
 async def generation_requests(

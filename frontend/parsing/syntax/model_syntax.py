@@ -17,6 +17,7 @@ from penstock.frontend.parsing.syntax.rendered import Renderings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.frontend.parsing.syntax.fill_in import FillInTokens
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.settings import ReasoningParserName, ToolParserName
     from penstock.frontend.text.chat_template import ChatTemplate
@@ -34,6 +35,7 @@ class ModelSyntax:
     reasoning: ReasoningFormat | None = None
     offers_tools: bool = True
     """False if the operator disabled tools."""
+    fill_in: FillInTokens | None = None
 
     @property
     def is_generic(self) -> bool:

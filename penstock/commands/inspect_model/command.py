@@ -20,7 +20,6 @@ from penstock.backend.checkpoint.tensor_files.lora_adapter import WEIGHTS_FILE, 
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.commands.inspect_model.description import describe_named_model
 from penstock.frontend.generation.models.served_model import describe_ends, describe_sampling
 from penstock.process.failure import fail
@@ -91,7 +90,7 @@ def describe_adapter(directory: Path, base: str | None) -> AdapterDescription:
 
 def _find_fault(directory: Path, base: str) -> str | None:
     """Compare the tensors with base. Raises StartupError if base is not a model."""
-    config = read_decoder_config(SHIPPED_MODELS.get(base) or resolve_small_files(base))
+    config = read_decoder_config(resolve_small_files(base))
     try:
         with PeftAdapter(directory, config):
             return None

@@ -27,10 +27,10 @@ from penstock.backend.checkpoint.tensor_files.safetensors_file import Safetensor
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.model_names import HubName, parse_model_name
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from penstock.backend.start.shipped_models import SHIPPED_MODELS
 from penstock.commands.inspect_model.config_fields import read_fields
 from penstock.frontend.generation.models.served_model import (
     find_unnamed_ends,
@@ -191,10 +191,12 @@ def describe_named_model(model: str, revision: str | None, *, by_own_code: bool 
 
     Only small files of a hub model are downloaded. Raises StartupError.
     """
-    shipped = SHIPPED_MODELS.get(model)
-    model_dir = shipped or resolve_small_files(model, revision)
-    is_local = shipped is not None or Path(model).expanduser().exists()
-    files = read_directory(model_dir) if is_local else read_hub(model, revision or "main")
+    name, model_dir = parse_model_name(model), resolve_small_files(model, revision)
+    is_local = True
+    if isinstance(name, HubName) and not any(model_dir.glob(f"*{GGUF_SUFFIX}")):
+        files, is_local = read_hub(name.repository, revision or "main"), False
+    else:
+        files = read_directory(model_dir)
     return describe_model(model, model_dir, files, is_local=is_local, by_own_code=by_own_code)
 
 

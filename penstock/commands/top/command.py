@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import httpx2
+import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console, Group
@@ -21,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.commands.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit
-from penstock.commands.top.snapshot import Meter, Sort, sorted_lines
+from penstock.commands.top.snapshot import Meter, Sort, describe, sorted_lines
 from penstock.process.failure import fail
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
@@ -108,6 +109,7 @@ _SORT_OF_KEY = {sort.value[0]: sort for sort in Sort}
 def top(
     *,
     once: bool = False,
+    json: bool = False,
     sort: Sort = Sort.AGE,
     pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     interval: Annotated[float, Parameter(validator=Number(gte=0.1, lte=60.0))] = 1.0,
@@ -120,10 +122,12 @@ def top(
     ----------
     once
         Print one frame as text and end, for scripts and for terminals that cannot move the cursor.
+    json
+        Print one JSON object with the same contents and end.
     sort
         Sort requests so at first.
     pid
-        Process id of the server or of its backend. Default: the only one of this user.
+        Process id of the server or of its backend. Default: that of this user which has started last.
     interval
         Seconds between frames.
     url
@@ -132,15 +136,17 @@ def top(
         The server's --admin-key. Better set in the environment, which other users of the machine cannot read.
     """
     console = Console()
-    if not once and not (console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()):
+    if not (once or json) and not (console.is_terminal and not console.is_dumb_terminal and sys.stdin.isatty()):
         fail(_COMMAND, "this is no terminal that can be redrawn; give --once to print one frame")
     try:
-        ring, _ = open_ring(pid)
+        ring, _ = open_ring(pid, newest=True)
     except NoRing as error:
         fail(_COMMAND, str(error))
     try:
         meter = Meter(LiveEngine(ring))
-        if once:
+        if json:
+            sys.stdout.buffer.write(msgspec.json.encode(describe(meter.take(time.monotonic()), sort)) + b"\n")
+        elif once:
             snapshot = meter.take(time.monotonic())
             console.print(draw(snapshot, sort, num_lines=_ONCE_LINES, notice=notice_of(snapshot)))
         else:

@@ -13,11 +13,11 @@ from penstock.commands.top.snapshot import Sort, sorted_lines
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from penstock.commands.top.snapshot import Line, Rates, Snapshot
+    from penstock.commands.top.snapshot import Line, Snapshot
 
 MAX_TENANTS = 5
 MAX_STEPS = 5
-_BAR_WIDTH = 40
+_BAR_WIDTH = 20
 HELP = "sort: a age  g generated  r rate  p prompt  t tenant  s state   space pauses   q quits"
 CANCEL_HELP = "j k choose   c cancels"
 
@@ -26,7 +26,7 @@ def draw(
     snapshot: Snapshot, sort: Sort, *, num_lines: int, notice: str = "", chosen: str | None = None
 ) -> RenderableType:
     """Return a frame with at most num_lines requests. chosen is the name of the marked request."""
-    parts: list[RenderableType] = [_header(snapshot), _pages(snapshot), *_rates(snapshot.rates)]
+    parts: list[RenderableType] = [_header(snapshot), _pages(snapshot), *_rates(snapshot)]
     if notice:
         parts.append(Text(notice, style="yellow"))
     if snapshot.tenants:
@@ -38,7 +38,7 @@ def draw(
 
 def num_lines_that_fit(height: int, snapshot: Snapshot) -> int:
     """Requests for which a terminal of this height has room, at least one."""
-    num_others = 10 + min(MAX_TENANTS, len(snapshot.tenants)) + min(MAX_STEPS, len(snapshot.steps)) + 4
+    num_others = 11 + min(MAX_TENANTS, len(snapshot.tenants)) + min(MAX_STEPS, len(snapshot.steps)) + 4
     return max(1, height - num_others)
 
 
@@ -47,7 +47,7 @@ def _header(snapshot: Snapshot) -> Text:
     if started is None:
         return Text("the backend has not started yet", style="bold")
     text = Text(started.model, style="bold")
-    text.append(f"   backend {started.pid}   context {started.max_context:,}", style="not bold")
+    text.append(f"   backend {started.pid}", style="not bold")
     text.append(f"   running {snapshot.num_running}/{started.max_running}   waiting {snapshot.num_waiting}")
     return text
 
@@ -62,21 +62,22 @@ def _pages(snapshot: Snapshot) -> Text:
     cells = [round(_BAR_WIDTH * count / started.num_pages) for count in (held, held + idle)]
     bar = "#" * cells[0] + "+" * (cells[1] - cells[0]) + "." * (_BAR_WIDTH - cells[1])
     free = started.num_pages - held - idle
-    age_s = max(0.0, snapshot.now_s - last.ended_s)
-    since = f" (step {last.step}, {age_s:.0f} s ago)" if age_s >= 1 else ""
-    return Text(f"pages [{bar}] # held {held:,}  + idle {idle:,}  . free {free:,} of {started.num_pages:,}{since}")
+    return Text(f"pages [{bar}] # held {held:,}  + idle {idle:,}  . free {free:,} of {started.num_pages:,}")
 
 
-def _rates(rates: Rates) -> list[Text]:
+def _rates(snapshot: Snapshot) -> list[Text]:
+    rates, last = snapshot.rates, snapshot.last
+    age_s = 0.0 if last is None else max(0.0, snapshot.now_s - last.ended_s)
+    since = f"   last step {age_s:.0f} s ago" if age_s >= 1 else ""
     return [
         Text(
-            f"last 10 s: {rates.steps_per_s:,.1f} steps/s   {rates.tokens_per_s:,.0f} tokens/s computed   "
-            f"{rates.decodes_per_s:,.0f} decoded   step {rates.step_p50_ms:.1f} ms p50, {rates.step_p99_ms:.1f} p99"
+            f"last 10 s: {rates.steps_per_s:,.1f} steps/s, {rates.step_p50_ms:.1f} ms p50, "
+            f"{rates.step_p99_ms:.1f} p99   device busy {rates.busy:.0%}"
         ),
+        Text(f"           tokens/s {rates.tokens_per_s:,.0f} computed, {rates.decodes_per_s:,.0f} decoded{since}"),
         Text(
             f"           requests/s {rates.arrived_per_s:.1f} came, {rates.ended_per_s:.1f} ended   "
-            f"device busy {rates.busy:.0%}   cancelled {rates.num_cancelled}   preempted {rates.num_preempted}   "
-            f"dropped rows {rates.num_dropped}"
+            f"cancelled {rates.num_cancelled}   preempted {rates.num_preempted}"
         ),
     ]
 
@@ -111,7 +112,7 @@ def _request_table(snapshot: Snapshot, sort: Sort, num_lines: int, chosen: str |
     lines = sorted_lines(snapshot.lines, sort)
     if not lines:
         return Text("no open requests")
-    table = _table("REQUEST", "TENANT", "STATE", "AGE", "PROMPT", "CACHED", "GENERATED", "OF", "TOK/S", num_left=3)
+    table = _table("REQUEST", "TENANT", "STATE", "AGE", "PROMPT", "CACHED", "DONE", "OF", "TOK/S", num_left=3)
     for line in lines[:num_lines]:
         style = "reverse" if line.name == chosen else "" if line.is_running else "dim"
         table.add_row(*_cells(line), style=style)

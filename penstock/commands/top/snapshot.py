@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from penstock.shm.recording.live_state import EventKind, Wait
 
 if TYPE_CHECKING:
@@ -164,6 +166,20 @@ class Meter:
                 state = "running" if sequence.is_running else Wait.PREEMPTED.value
                 lines.append(Line("?", "?", state, age_s, 0, 0, 0, 0, 0.0, sequence.is_running))
         return lines
+
+
+def describe(snapshot: Snapshot, sort: Sort) -> dict[str, Any]:
+    """Return the snapshot as an object of JSON."""
+    started, last = snapshot.started, snapshot.last
+    return {
+        "backend": None if started is None else msgspec.structs.asdict(started),
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "last_step": None if last is None else last._asdict(),
+        "rates": snapshot.rates,
+        "tenants": snapshot.tenants,
+        "requests": sorted_lines(snapshot.lines, sort),
+    }
 
 
 def sorted_lines(lines: Iterable[Line], sort: Sort) -> list[Line]:

@@ -35,6 +35,8 @@ class ModelView:
     """Time when an administrator asked that it sleep."""
     wanted_s: float | None
     """Time since when requests wait for it, if it is asleep and may be loaded."""
+    kept_s: float = 0.0
+    """Time until which its last request keeps it, instead of the server's idle time; 0: none said."""
 
 
 @dataclass(slots=True)
@@ -59,8 +61,9 @@ def decide(models: Sequence[ModelView], now_s: float, *, idle_s: float, budget_b
         if model.state is ModelState.AWAKE and not model.num_open
     ]
     for index in idle:
-        used_s = models[index].used_s
-        if models[index].asked_s > used_s or (idle_s and now_s - used_s >= idle_s):
+        used_s, kept_s = models[index].used_s, models[index].kept_s
+        is_over = now_s >= kept_s if kept_s else bool(idle_s) and now_s - used_s >= idle_s
+        if models[index].asked_s > used_s or is_over:
             decision.sleep.append(index)
     taken_bytes = sum(model.num_bytes for model in models if model.state in _HOLDS_MEMORY)
     leaving_bytes = sum(model.num_bytes for model in models if model.state is ModelState.FALLING_ASLEEP)
@@ -202,8 +205,8 @@ class ModelAttendant:
 
     def _view(self, index: int, model: SleepingModel, now_s: float) -> ModelView:
         state = self._table.state(index)
-        num_open, used_ns = self._table.uses(index)
+        num_open, used_ns, kept_ns = self._table.uses(index)
         may_load = state is ModelState.ASLEEP and num_open and not self._table.seconds_to_retry(index)
         model.wanted_s = (model.wanted_s or now_s) if may_load else None
         used_s, asked_s = max(model.changed_s, used_ns / 1e9), self._table.asked_ns(index) / 1e9
-        return ModelView(state, model.num_bytes, num_open, used_s, asked_s, model.wanted_s)
+        return ModelView(state, model.num_bytes, num_open, used_s, asked_s, model.wanted_s, kept_ns / 1e9)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.model_names import PACKAGE_PREFIX
 from penstock.shm.memory.model_table import MAX_MODELS
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def check_names(models: Iterable[NamedModel]) -> None:
 
 
 def _read(text: str) -> NamedModel | str:
-    """A model without a name stays text. A path that exists is one, even if it contains "="."""
+    """A model without a name stays text. A path that exists, or a package, is one, even if it contains "="."""
     name, equals, source = text.partition("=")
-    if not equals or Path(text).expanduser().exists():
+    if not equals or text.startswith(PACKAGE_PREFIX) or Path(text).expanduser().exists():
         return text
     if not _NAME.fullmatch(name) or not source:
         raise BadModels(f"--model {text} is not NAME=DIR: {NAME_RULE}")

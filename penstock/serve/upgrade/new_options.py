@@ -51,7 +51,7 @@ def changed(options: BackendOptions, words: Sequence[str]) -> BackendOptions:
     try:
         command, arguments, _ = app.parse_args([*kept, *words], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise BadOptions(explain(error) or " ".join(str(error).split())) from None
+        raise BadOptions(" ".join((explain(error) or str(error)).split())) from None
     taken: BackendOptions = command(*arguments.args, **arguments.kwargs)
     return taken
 

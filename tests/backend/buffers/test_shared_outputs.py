@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, EmbeddingRows, IBatchedForwardPass, PassOptions, StepBatch
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass, embedded_token
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.client import BufferSlice, GenerationRequest
 from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, Finish, Sampling
 from tests.backend.served import MAX_RUNNING, connected, generate, served

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.backend.buffers import SharedPromptRows, make_exporter
 from penstock.backend.forward_pass import IBatchedForwardPass
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.client import BackendClient, BufferSlice, GenerationRequest, SharedBuffer, TokenStream
 from penstock.shm.messages import (
     BufferContent,

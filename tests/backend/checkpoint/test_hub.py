@@ -1,4 +1,7 @@
-"""--model becomes a directory: local paths, and the hub with a fake snapshot_download."""
+"""--model becomes a directory: local paths, and the hub with a fake snapshot_download.
+
+tests/backend/checkpoint/sources/ has the real one, and a hub on this machine.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,10 @@ class FakeHub:
         self.snapshot = cache / ("c0ffee" + "0" * 34)
         self.calls: list[tuple[str, str | None]] = []
 
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self)
+        monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
+
     def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str], tqdm_class: object) -> str:
         self.calls.append((repo_id, revision))
         self.snapshot.mkdir(parents=True, exist_ok=True)
@@ -45,7 +52,7 @@ class FakeHub:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     fake = FakeHub(tmp_path / "repository", tmp_path / "cache")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    fake.install(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -55,6 +62,7 @@ def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
 
 
 def test_directory_is_used_as_it_is(tmp_path: Path) -> None:
@@ -75,8 +83,9 @@ def test_lora_adapter_or_a_directory_of_ggufs_is_named_for_what_it_is(tmp_path: 
     ):
         resolve_model(str(tmp_path))
     (tmp_path / "adapter_config.json").unlink()
-    (tmp_path / "small.gguf").touch()
-    with pytest.raises(StartupError, match=r"it has 1 GGUF file\(s\): give one, such as .*small\.gguf"):
+    for name in ("small.gguf", "tall.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(StartupError, match=r"it has 2 GGUF models: give one, such as .*small\.gguf"):
         resolve_model(str(tmp_path))
 
 

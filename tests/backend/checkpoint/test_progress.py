@@ -91,11 +91,11 @@ def test_download_is_logged_by_the_bytes_that_are_written(caplog: pytest.LogCapt
     bar_class = logged_downloads("owner/name")
     written = bar_class(name="huggingface_hub.snapshot_download", total=0, unit="B")
     received = bar_class(name="huggingface_hub.snapshot_download.transfer", total=0, unit="B")
-    written.total = received.total = 4096
+    written.total = received.total = 4_096_000
     for _ in range(2):
-        written.update(2048)
-        received.update(2048)
+        written.update(2_048_000)
+        received.update(2_048_000)
     received.close()
     written.close()
-    assert caplog.messages[0] == "Downloading owner/name: 2.05 KB of 4.10 KB"
-    assert set(caplog.messages[1:]) == {"Downloading owner/name: 4.10 KB of 4.10 KB"}
+    assert caplog.messages[0] == "Downloading owner/name: 2.05 MB of 4.10 MB"
+    assert set(caplog.messages[1:]) == {"Downloading owner/name: 4.10 MB of 4.10 MB"}

@@ -11,11 +11,11 @@ import pytest
 from penstock.backend.errors import StartupError
 from penstock.backend.kv_cache.budget.kv_plan import KvBudget, KvPlan, plan_kv
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.sampling.defaults import SAMPLING_SETTING
 from penstock.backend.start.model_card import ModelNames, fingerprint, make_card
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.shm.messages import Adapter
 
 if TYPE_CHECKING:
@@ -101,3 +101,18 @@ def test_card_names_what_its_fingerprint_covers(tmp_path: Path) -> None:
     assert traits[0]["dtype"] == "bf16"
     changed = [{name for name in before if before[name] != after[name]} for before, after in pairwise(traits)]
     assert changed == [{"configuration"}, {"configuration", "tokenizer"}, {"weights"}]
+
+
+def test_sampling_that_the_pass_does_not_apply_is_refused_or_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(FakePass(100, 1).spec, has_llama_cpp_sampling=False)
+    plan = plan_of(spec)
+    with pytest.raises(StartupError, match="--default-sampling: top_n_sigma: this forward pass samples without it"):
+        make_card(ModelNames("m"), DEMO_MODEL_DIR, spec, plan, 10, {SAMPLING_SETTING: '{"top_n_sigma": 1}'})
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"xtc_probability": 0.5}')
+    assert make_card(ModelNames("m"), tmp_path, spec, plan, 10, {}).default_sampling.xtc_probability == 0.0
+    assert "the model's files set xtc_probability" in caplog.text
+    knows = replace(spec, has_llama_cpp_sampling=True)
+    assert make_card(ModelNames("m"), tmp_path, knows, plan, 10, {}).default_sampling.xtc_probability == 0.5

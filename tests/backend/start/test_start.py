@@ -16,11 +16,11 @@ from penstock.backend.kv_cache.budget.kv_plan import KvBudget
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.main import app
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.backend.start.startup import (
     check_host_memory,
     check_memory,
@@ -209,7 +209,7 @@ def test_invalid_option_prints_one_line_and_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str, dry: bool
 ) -> None:
     words = ("--dry-run",) if dry else ("--socket", str(tmp_path / "s" / "backend.sock"))
-    assert run(*words, *arguments.split()) == 1
+    assert run(*words, *arguments.split()) == 2
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()
     assert line.startswith("backend: ")
@@ -258,7 +258,7 @@ def test_invalid_environment_setting_is_named_with_its_variable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KV_BUDGET", "lots")
-    assert run("--dry-run") == 1
+    assert run("--dry-run") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "PENSTOCK_KV_BUDGET" in line
     assert '"lots" is not a size' in line

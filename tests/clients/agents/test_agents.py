@@ -103,6 +103,26 @@ def test_langgraph_runs_a_model_and_its_tools(url: str) -> None:
     assert messages[-1].content.startswith("sunny in ")
 
 
+def test_langchain_speaks_ollamas_api(url: str) -> None:
+    import pydantic
+    from langchain_ollama import ChatOllama, OllamaEmbeddings, OllamaLLM
+
+    class City(pydantic.BaseModel):
+        size: int = pydantic.Field(ge=0, le=99)
+
+    host = url.removesuffix("/v1")
+    chat = ChatOllama(model=MODEL, base_url=host, temperature=0, num_predict=20, validate_model_on_init=True)
+    whole = chat.invoke(QUESTION)
+    assert whole.content
+    assert whole.usage_metadata["output_tokens"] == 20
+    assert "".join(piece.content for piece in chat.stream(QUESTION)) == whole.content
+    form = ChatOllama(model=MODEL, base_url=host, temperature=0, num_predict=200).with_structured_output(City)
+    assert isinstance(form.invoke(QUESTION), City)
+    assert OllamaLLM(model=MODEL, base_url=host, temperature=0, num_predict=20).invoke(QUESTION)
+    (vector,) = OllamaEmbeddings(model=f"{MODEL}-embed", base_url=host).embed_documents([QUESTION])
+    assert len(vector) > 1
+
+
 def test_dspy_answers_by_text_and_by_a_schema(url: str) -> None:
     import dspy
 

@@ -77,5 +77,27 @@ async function langchain() {
   return { text, streamed, call: { name: call.name, arguments: call.args } };
 }
 
-const clients = { openai, "ai-sdk-compatible": compatible, "ai-sdk-anthropic": anthropic, langchain };
+async function ollama() {
+  const { Ollama } = await import("ollama");
+  const api = new Ollama({ host: url.replace(/\/v1$/, "") });
+  const common = { model, messages: [{ role: "user", content: question }], options: { num_predict: 24, temperature: 0 } };
+  const whole = await api.chat(common);
+  let streamed = "";
+  for await (const part of await api.chat({ ...common, stream: true })) streamed += part.message.content;
+  const generated = await api.generate({ model, prompt: question, options: common.options });
+  const { embeddings } = await api.embed({ model: `${model}-embed`, input: [question] });
+  const { models } = await api.list();
+  let refusal = 0;
+  await api.chat({ ...common, options: { temperature: 9 } }).catch((error) => (refusal = error.status_code));
+  return {
+    text: whole.message.content,
+    streamed,
+    generated: generated.response,
+    dimensions: embeddings[0].length,
+    models: models.map((each) => each.name),
+    refusal,
+  };
+}
+
+const clients = { ollama, openai, "ai-sdk-compatible": compatible, "ai-sdk-anthropic": anthropic, langchain };
 console.log(JSON.stringify(await clients[client]()));

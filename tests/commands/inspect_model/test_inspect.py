@@ -301,6 +301,7 @@ def test_hub_model_needs_headers_only(
         return str(sharded)
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fetch)
+    monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert run("some/model", "--revision", "v1", "--json") == 0
@@ -315,7 +316,9 @@ def test_hub_model_without_safetensors_is_refused(
         raise huggingface_hub.errors.NotASafetensorsRepoError("none")
 
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fetch)
+    monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(sharded))
+    monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
     monkeypatch.chdir(tmp_path)
     assert run("some/model") == 1
     assert capsys.readouterr().err == "penstock inspect: the hub's model some/model has no safetensors files\n"

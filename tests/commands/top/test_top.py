@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import termios
@@ -20,7 +21,7 @@ from penstock.commands.top.snapshot import Meter, Snapshot, Sort, sorted_lines
 from penstock.main import app
 from penstock.shm.memory.ring import RingReader
 from penstock.shm.recording.live import LiveEngine
-from penstock.shm.recording.rings import NoRing
+from penstock.shm.recording.rings import NoRing, open_ring
 from tests.backend.recorded import Recorded
 
 PROMPT = [21, 22, 23, 24, 25, 26, 27, 28, 29]
@@ -55,8 +56,8 @@ def snapshot_of(recorded: Recorded) -> Snapshot:
     return snapshot
 
 
-def text_of(snapshot: Snapshot, sort: Sort = Sort.AGE, num_lines: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=140)
+def text_of(snapshot: Snapshot, sort: Sort = Sort.AGE, num_lines: int = 100, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(draw(snapshot, sort, num_lines=num_lines))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -113,6 +114,8 @@ def test_frame_has_room_for_as_many_lines_as_the_terminal(recorded: Recorded) ->
         frame = text_of(snapshot, num_lines=num_lines_that_fit(height, snapshot))
         assert len(frame.splitlines()) + 1 <= height
     assert num_lines_that_fit(3, snapshot) == 1
+    narrow, wide = text_of(snapshot, width=80).splitlines(), text_of(snapshot).splitlines()
+    assert [line.rstrip() for line in narrow] == [line.rstrip() for line in wide]  # nothing is wrapped or cut
 
 
 def test_engine_that_has_not_started_is_shown() -> None:
@@ -127,7 +130,7 @@ def test_once_prints_one_frame_as_plain_text(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setattr(command, "open_ring", lambda _pid: (RingReader(recorded.fd), None))
+    monkeypatch.setattr(command, "open_ring", lambda _pid, **_: (RingReader(recorded.fd), None))
     with pytest.raises(SystemExit) as ended:
         app(["top", "--once", "--sort", "prompt"])
     assert ended.value.code in (None, 0)
@@ -135,6 +138,21 @@ def test_once_prints_one_frame_as_plain_text(
     assert "running 2/8   waiting 1" in shown
     assert "\x1b" not in shown
     assert [line.split()[0] for line in shown.splitlines() if line[:2] in ("1.", "2.")][:2] == ["1.1", "1.2"]
+    with pytest.raises(SystemExit):
+        app(["top", "--json", "--sort", "prompt"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["running"], found["waiting"], found["backend"]["max_running"]) == (2, 1, 8)
+    assert [request["name"] for request in found["requests"]][:2] == ["1.1", "1.2"]
+
+
+def test_backend_that_started_last_is_shown(recorded: Recorded) -> None:
+    later = Recorded(pid=2, wall_s=9.0)
+    with pytest.raises(NoRing, match="choose one"):
+        open_ring(os.getpid())
+    ring, started = open_ring(os.getpid(), newest=True)
+    assert started.pid == 2
+    ring.close()
+    later.close()
 
 
 def test_terminal_that_cannot_be_redrawn_is_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +163,7 @@ def test_terminal_that_cannot_be_redrawn_is_told_of_once(capsys: pytest.CaptureF
 
 
 def test_missing_server_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail_to_open(_pid: int | None) -> None:
+    def fail_to_open(_pid: int | None, *, newest: bool) -> None:
         raise NoRing("no running server of this user has a flight recorder")
 
     monkeypatch.setattr(command, "open_ring", fail_to_open)

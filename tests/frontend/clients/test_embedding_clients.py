@@ -121,8 +121,8 @@ async def test_cohere_reranks_by_both_versions(url: str) -> None:
         first = await client.rerank(model="reranker", query=QUERY, documents=DOCUMENTS, return_documents=True)
         assert [result.index for result in first.results] == order()
         assert [result.document.text for result in first.results] == [DOCUMENTS[index] for index in order()]
-        with pytest.raises(cohere.errors.BadRequestError, match="needs one that can rerank"):
-            await client.rerank(model="bert", query=QUERY, documents=DOCUMENTS)
+        alike = await client.rerank(model="bert", query=DOCUMENTS[1], documents=DOCUMENTS)  # by an embedding model
+        assert (alike.results[0].index, alike.results[0].relevance_score) == (1, pytest.approx(1.0))
 
 
 async def test_cohere_embeds_by_both_versions(url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -82,3 +83,26 @@ async def test_failed_wake_answers_with_the_reason_and_the_next_attempt_may_succ
     setup.owner.set_state(0, ModelState.AWAKE)
     answered = await setup.connection.request("POST", "/v1/completions", COMPLETION, bearer("user"))
     assert answered.status == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "keep_alive", "seconds"),
+    [("boss", "10m", 600), ("boss", 0, 0), ("boss", -1, 1e9), ("boss", None, None), ("user", "10m", None)],
+)
+async def test_keep_alive_is_when_the_model_sleeps_if_the_key_may_decide(
+    setup: Setup, key: str, keep_alive: float | str | None, seconds: float | None
+) -> None:
+    setup.owner.set_state(0, ModelState.AWAKE)
+    before_s = time.monotonic()
+    body = {"model": MODEL, "prompt": "x", "options": {"num_predict": 1}, "keep_alive": keep_alive}
+    assert (await setup.connection.request("POST", "/api/generate", body, bearer(key))).status == 200
+    await setup.connection.idle()
+    num_open, used_ns, kept_ns = setup.owner.uses(0)
+    assert (num_open, used_ns > 0) == (0, True)
+    if seconds is None:
+        assert kept_ns == 0
+    else:
+        assert kept_ns / 1e9 - before_s >= seconds
+        assert seconds == 1e9 or kept_ns / 1e9 - time.monotonic() <= seconds
+    (loaded,) = (await setup.connection.request("GET", "/api/ps", None, bearer(key))).json()["models"]
+    assert loaded["expires_at"].startswith("9999") == (seconds in (None, 1e9))

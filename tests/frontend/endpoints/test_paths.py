@@ -21,7 +21,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
         ("/v1/chat/completions/", "/v1/chat/completions"),
         ("/messages/", "/v1/messages"),
         ("/v1/v1/models", "/v1/models"),
-        ("/v1/health", "/health"),
+        ("/v1/ping", "/ping"),
         ("/api/v1/embeddings", "/v1/embeddings"),
     ],
 )

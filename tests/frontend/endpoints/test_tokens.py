@@ -99,7 +99,6 @@ async def test_every_token_endpoint_needs_a_key(
         ("/tokenize", {"prompt": "x", "content": "x"}, "content", "prompt"),
         ("/tokenize", {"prompt": "x", **HI}, "messages", "prompt"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "other"),
-        ("/tokenize", {"content": "x", "parse_special": False}, "parse_special", "not supported"),
         ("/tokenize", {"messages": []}, "messages", "length"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content", "content"),
         ("/detokenize", {}, "tokens", "required"),

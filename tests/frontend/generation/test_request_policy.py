@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from typing import Any
 
 import pytest
@@ -148,10 +149,15 @@ async def test_stream_kept_alive_before_its_first_token_has_no_coalescing_header
     connection.send(request_bytes("POST", COMPLETIONS, body))
     await backend.submitted.wait()
     await asyncio.sleep(0)  # a request submits its last prompt, lets others go on, and then begins its stream
+    backend.ready = False
+    app.exchanges.sweep(time.monotonic() + 2)  # far less than a keep-alive interval
+    await connection.output(b": restarting")
+    backend.ready = True
     app.exchanges.sweep(float("inf"))
     await connection.output(b": keep-alive")
     backend.streams[0].push(*token_ids("a"), finish=Finish.LENGTH)
     response = await connection.response()
+    assert response.headers["x-penstock-request"] == "7"
     assert "x-penstock-coalesced" not in response.headers
     assert response.events()[-2]["usage"]["penstock"] == {"coalesced": True}
     await connection.end()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 from msgspec import Raw, Struct
 
 from penstock.frontend.schemas import messages, responses
 from penstock.frontend.schemas.chat import ChatBody
-from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.completion import UNSUPPORTED_NATIVE, CompletionBody, NativeCompletionBody
 from penstock.frontend.schemas.messages import MessagesBody
 from penstock.frontend.schemas.responses import ResponsesBody
 
@@ -16,8 +18,13 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
+    "/completion": NativeCompletionBody,
 }
-_UNSUPPORTED = {ResponsesBody: responses.UNSUPPORTED_FIELDS, MessagesBody: messages.UNSUPPORTED_FIELDS}
+_UNSUPPORTED: dict[type[Struct], Collection[str]] = {
+    ResponsesBody: responses.UNSUPPORTED_FIELDS,
+    MessagesBody: messages.UNSUPPORTED_FIELDS,
+    NativeCompletionBody: UNSUPPORTED_NATIVE,
+}
 _NO_EFFECT = {
     "user",
     "safety_identifier",
@@ -39,7 +46,7 @@ def cell(body: type[Struct], field: str) -> str:
     declared = {each.name: each.type for each in msgspec.structs.fields(body)}
     if field not in declared:
         return "–"
-    if declared[field] is Raw or field in _UNSUPPORTED.get(body, {}):
+    if declared[field] is Raw or field in _UNSUPPORTED.get(body, ()):
         return "refused"
     ignored = (_NO_EFFECT | _NO_EFFECT_BY_BODY.get(body, set())) - _REPEATED.get(body, set())
     return "ignored" if field in ignored else "yes"

@@ -32,6 +32,12 @@ def test_model_without_requests_sleeps_after_the_idle_time_only() -> None:
     assert result(*models, idle_s=0.0) == ([], [])
 
 
+def test_last_request_may_say_how_long_its_model_is_kept() -> None:
+    models = (awake(used_s=50.0, kept_s=101.0), awake(used_s=99.0, kept_s=99.5), awake(kept_s=300.0, asked_s=60.0))
+    assert result(*models, idle_s=10.0) == ([], [2, 1])
+    assert result(awake(used_s=50.0, kept_s=60.0), idle_s=0.0) == ([], [0])
+
+
 def test_model_sleeps_when_it_is_asked_to_unless_it_was_used_since() -> None:
     models = (awake(used_s=50.0, asked_s=60.0), awake(used_s=50.0, asked_s=40.0), awake(num_open=1, asked_s=60.0))
     assert result(*models) == ([], [0])

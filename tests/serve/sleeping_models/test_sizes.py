@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.serve.sleeping_models.sizes import estimate
 from tests.serve.test_command_line import PANICKING
 from tests.system.processes import wait_until

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.tools.processes import descendants, module_of
 from tests.serve.serve_process import Serve, Start
 from tests.system.processes import wait_until

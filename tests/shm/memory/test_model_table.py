@@ -10,12 +10,12 @@ from penstock.shm.memory.model_table import ModelState, ModelTable
 def test_uses_of_all_workers_add_up_and_a_restarted_worker_has_none() -> None:
     fd, owner = ModelTable.create(2)
     first, second = (ModelTable.of_worker(fd, 2, worker) for worker in range(2))
-    first.note_use(3, 2, 100)
+    first.note_use(3, 2, 100, 900)
     second.note_use(3, 1, 50)
-    assert owner.uses(3) == (3, 100)
-    assert owner.uses(2) == (0, 0)
+    assert owner.uses(3) == (3, 100, 900)
+    assert owner.uses(2) == (0, 0, 0)
     ModelTable.of_worker(fd, 2, 0)
-    assert owner.uses(3) == (1, 50)
+    assert owner.uses(3) == (1, 50, 0)
     os.close(fd)
 
 

@@ -71,6 +71,22 @@ def test_open_requests_and_ended_steps_are_those_of_the_engine(
     recorded.close()
 
 
+def test_time_without_requests_is_no_wait_of_the_device() -> None:
+    recorded = Recorded()
+    recorded.recorder._clock = recorded.bench.clock
+    ring = RingReader(recorded.fd)
+    live = LiveEngine(ring)
+    for number in range(2):
+        recorded.bench.now_s += 60
+        recorded.bench.submit([3, 5, 7], 3, request_id=number)
+        recorded.bench.run_dry()
+    steps = live.poll().steps
+    assert steps[-1].ended_s - steps[0].ended_s >= 60
+    assert max(step.waited_s for step in steps) < 1
+    ring.close()
+    recorded.close()
+
+
 def test_life_of_a_request_and_why_others_wait() -> None:
     recorded = Recorded(num_pages=9, max_running=2, max_batch_tokens=8, max_context=36)
     bench = recorded.bench

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.main import app
 from penstock.tools.bench.components.mask_cost import BenchVocabulary, MaskCost, RowCost, mask_aims, measure_masks
 from penstock.tools.bench.components.synthetic_tokenizer import END, write_tokenizer

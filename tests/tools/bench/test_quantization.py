@@ -11,8 +11,8 @@ import torch
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.quantization import cached_file
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.passes.shared_weights import packed_file
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.tools.bench.components.quantization import QuantizationOptions, read_windows
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.checkpoints import load_oracle, make_model

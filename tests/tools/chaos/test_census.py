@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,13 @@ def watched(*states: ProcessState) -> Watch:
 def own_state() -> ProcessState:
     (state,) = take_census({"test": [os.getpid()]})
     return state
+
+
+def test_process_that_has_ended_is_not_counted_before_it_is_waited_for() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert take_census({"other": [ended.pid]}) == []
+    ended.wait()
 
 
 def test_leaked_descriptor_is_found_and_a_closed_one_is_not(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.backend.model_names import DEMO_MODEL
 from penstock.process.options import to_argv
 from penstock.process.supervisor import module_argv
 from penstock.serve.command import split_keys
@@ -53,7 +54,8 @@ def first_api_key(options: ServeOptions) -> str | None:
 def bench_server(options: ServeOptions) -> Iterator[BenchServer]:
     """Run `penstock serve` on a free port and a socket of its own while the context lasts. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
-        options = replace(options, host="127.0.0.1", port=0, socket=Path(directory) / "backend.sock")
+        model, socket = options.model or DEMO_MODEL, Path(directory) / "backend.sock"
+        options = replace(options, model=model, host="127.0.0.1", port=0, socket=socket)
         public_options, environment = split_keys(options)
         argv = module_argv("penstock.main", ["serve", *to_argv(public_options)])
         with server_process("the server", argv, environment) as process:

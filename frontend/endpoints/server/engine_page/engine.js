@@ -49,6 +49,7 @@ function draw() {
   const nowS = endS ?? state.time_s;
   const events = endS === null ? record.events : record.events.filter((event) => event.timeS <= endS);
   at("model").textContent = state.model;
+  followAsked();
   at("sums-section").hidden = !state.sums;
   for (const section of document.querySelectorAll("[data-of-all]")) section.hidden = Boolean(state.sums);
   if (state.sums) {
@@ -98,6 +99,17 @@ function choose(key) {
   at("life-title").textContent = `Life of ${record.nameOf(key)}`;
   at("life").scrollIntoView({ block: "nearest" });
   drawSoon();
+}
+
+// The address may name a request by its number, as the chat page does.
+let asked = /^#request=(\d+)$/.exec(location.hash)?.[1];
+
+function followAsked() {
+  if (!asked) return;
+  const [key] = [...record.names].findLast(([, name]) => name.endsWith(`.${asked}`)) ?? [];
+  if (key === undefined) return;
+  asked = null;
+  choose(key);
 }
 
 function askForKey() {

@@ -74,6 +74,6 @@ export class Record {
 
   nameOf(key) {
     if (key < 0) return "";
-    return this.names.has(key) ? `request ${this.names.get(key)}` : `another's ${key}`;
+    return this.names.has(key) ? `request ${this.names.get(key)}` : `another client's request ${key}`;
   }
 }

@@ -39,8 +39,15 @@ function stateOf(sequence) {
   return parts.join(", ");
 }
 
+// Shows a sentence below the list or table where it has no rows.
+function sayIfEmpty(node, text, isEmpty) {
+  const none = node.nextElementSibling ?? node.after(element("p", "none", text)) ?? node.nextElementSibling;
+  none.hidden = !isEmpty;
+}
+
 export function drawRunning(table, state, record, onFollow) {
   const keyOf = (sequence) => sequence.keys[0] ?? -1;
+  sayIfEmpty(table, "Nothing runs.", state.sequences.length === 0);
   const make = (sequence) => row(7, keyOf(sequence), onFollow);
   reconcile(table.tBodies[0], state.sequences.slice(0, MOST_ROWS), (each) => `${each.number} ${keyOf(each)}`, make, (made, sequence) => {
     const most = sequence.most ? `of at most ${sequence.prompt + sequence.most}` : "";
@@ -57,6 +64,7 @@ export function drawRunning(table, state, record, onFollow) {
 export function drawWaiting(table, state, record, onFollow) {
   const unlisted = { key: -1, count: state.num_waiting - state.waiting.length };
   const shown = unlisted.count > 0 ? [...state.waiting, unlisted] : state.waiting;
+  sayIfEmpty(table, "No request waits.", shown.length === 0);
   reconcile(table.tBodies[0], shown, (each) => each.key, (each) => row(4, each.key, onFollow), (made, request) => {
     fill(made.cells[0], request === unlisted ? `and ${unlisted.count} more` : record.nameOf(request.key));
     if (request === unlisted) return;
@@ -74,14 +82,15 @@ export function describeEvent(event) {
     case "resumed": return `resumed, ${event.number} tokens cached`;
     case "ended": return `ended: ${FINISHES[event.number] ?? event.number}`;
     case "failed step": return `step ${event.number} failed`;
-    case "restarted": return `backend ${event.number} began`;
-    case "frontend left": return `frontend ${event.number} left`;
+    case "restarted": return `the model's process ${event.number} began`;
+    case "frontend left": return "a server process that takes requests has ended";
     default: return event.kind;
   }
 }
 
 export function drawEvents(list, events, nowS, record, showsAll, onFollow) {
   const shown = events.filter((event) => showsAll || !QUIET.has(event.kind) || (event.kind === "ended" && event.number > 3));
+  sayIfEmpty(list, "None yet.", shown.length === 0);
   const keyOf = (event) => `${event.timeS} ${event.kind} ${event.key} ${event.sequence}`;
   const make = (event) => {
     const item = element("li", "", element("span", ""), " ");

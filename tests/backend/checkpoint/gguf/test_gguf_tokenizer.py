@@ -198,6 +198,18 @@ def test_named_templates_are_listed_as_in_other_checkpoints() -> None:
     ]
 
 
+def test_tokens_for_filling_in_are_passed_on_by_id() -> None:
+    """By today's keys before the older ones."""
+    keys = {"fim_pre": 5, "fim_suf": 6, "fim_mid": 7, "fim_sep": 8, "prefix": 9}
+    metadata = byte_level_vocabulary(320)
+    named = {f"tokenizer.ggml.{key}_token_id": token_id for key, token_id in keys.items()}
+    expected = {"prefix": 5, "suffix": 6, "middle": 7, "file": 8}
+    assert GgufTokenizer(metadata | named).tokenizer_config()["fim_token_ids"] == expected
+    assert "fim_token_ids" not in GgufTokenizer(metadata).tokenizer_config()
+    with pytest.raises(StartupError, match="fim_mid_token_id is 320; the file has 320 tokens"):
+        GgufTokenizer(metadata | named | {"tokenizer.ggml.fim_mid_token_id": 320}).tokenizer_config()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

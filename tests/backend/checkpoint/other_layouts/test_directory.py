@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -158,7 +157,7 @@ def test_hub_model_in_mistrals_layout_is_downloaded(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub = FakeHub(tmp_path / "repository", tmp_path / "hub")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    hub.install(monkeypatch)
     to_mistral(make_checkpoint("mistral-full", hub.repository))
     (hub.repository / "tekken.json").write_text(json.dumps(tekken()))
     config_dir = resolve_config("owner/name")

@@ -173,6 +173,24 @@ async def test_a_decoder_reranker_gets_its_template(reranker: PooledBackend) -> 
     assert (sent[: len(prefix)], sent[-len(suffix) :]) == (prefix, suffix)
 
 
+async def test_embedding_model_ranks_by_similarity_where_there_is_no_reranker() -> None:
+    """As in vLLM; with the model's own prompts for queries and documents."""
+    backend = PooledBackend(model=encoder_card("bert", ("embed", 16)))
+    files = PoolingFiles(prompts={"query": "Q:", "document": "D:"})
+    connection = ClientConnection(make_app(backend, models=ServedModels(encoder(backend, files))))
+    body = {"query": QUERY, "documents": ["the dog", "the cat", "mat"], "max_tokens_per_doc": 8}
+    answer = (await connection.post("/v1/rerank", body)).json()
+    inputs = [token_ids("Q:" + QUERY), *(token_ids("D:" + text)[:6] for text in body["documents"])]
+    query, *documents = [normalized(vector_of("embed", [START, *ids, END], 16)) for ids in inputs]
+    expected = [sum(a * b for a, b in zip(query, document, strict=True)) for document in documents]
+    order = sorted(range(3), key=lambda index: -expected[index])
+    assert [item["index"] for item in answer["results"]] == order
+    scores = [item["relevance_score"] for item in answer["results"]]
+    assert scores == pytest.approx([expected[index] for index in order])
+    assert (await connection.post("/rerank", {"query": QUERY, "texts": ["x"]})).status == 424
+    await connection.end()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -181,7 +199,7 @@ async def test_a_decoder_reranker_gets_its_template(reranker: PooledBackend) -> 
         ("/v1/rerank", {"query": "a", "documents": []}, "documents: expected array of length >= 1"),
         ("/v1/rerank", {"query": "", "documents": ["a"]}, "query: expected str of length >= 1"),
         ("/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents: at most 2048 inputs in one request"),
-        ("/v1/rerank", {"query": "a", "documents": ["a"], "model": "bert"}, "model: this endpoint needs one that can"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "model": "bert", "instruction": "b"}, "instruction: this"),
         ("/v1/rerank", {"query": "a", "documents": ["a"], "instruction": "b"}, "instruction: this model takes no"),
         ("/score", {"text_1": "a"}, "text_2: required, or data_2 or documents or items"),
         ("/score", {"text_1": ["a", "b"], "text_2": "c"}, "text_1: 2 texts and 1 in text_2"),

@@ -16,6 +16,7 @@ import torch
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.passes.cuda.device import cupy_launcher
 from penstock.backend.passes.cuda.device.cubin_cache import cubin_name
 from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
@@ -23,7 +24,6 @@ from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher, Load
 from penstock.backend.passes.cuda.device.driver_launch import LaunchRefused
 from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.backend.start.shipped_models import DEMO_MODEL_DIR
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from tests.backend.passes.cuda.device.called_kernels import call_kernels
 

