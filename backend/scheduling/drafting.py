@@ -9,9 +9,9 @@ from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 if TYPE_CHECKING:
     from penstock.backend.sequences.sequence import Sequence
 
-_MAX_ROWS = 16
-"""With more, each step is full: another token costs as much as it may bring."""
-_MAX_DRAFTS = 48
+_MAX_ROWS = 4
+"""With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
+_MAX_DRAFTS = 24
 """Drafts of a step."""
 _MIN_CHANCE = 0.1
 """Drafts that are less likely are not looked at."""
