@@ -168,8 +168,8 @@ class BackendOptions:
 
     speculation: Literal["auto", "none", "ngram"] = "auto"
     """Guesses the next tokens from an earlier place with the same three tokens, in the prompt or the answer, and
-    verifies them in one step where that is expected to be quicker. Answers are the same tokens with and without it.
-    auto is ngram with the CPU's native kernels, none elsewhere."""
+    verifies them in one step where that is expected to be quicker: while few sequences run. Answers are the same tokens
+    with and without it. auto is ngram with the CPU's native kernels, none elsewhere."""
 
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
     """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if
