@@ -24,6 +24,7 @@ from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.forward_pass.extensions import ISharedWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
@@ -163,14 +164,14 @@ def serve(options: BackendOptions) -> None:
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
-    kv_events = create_kv_events(options, settings, plan)
-    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store)
+    kv_events, step_timing = create_kv_events(options, settings, plan), StepTiming()
+    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     adapters = adapter_set(card, forward_pass, rules)
     requests = RequestHandling.make(
         link, scheduler, board, _engine_limits(options, card, spec, adapters),
-        grammar_queue=grammar_queue, vector_cache=cache, recorder=recorder,
+        grammar_queue=grammar_queue, vector_cache=cache, recorder=recorder, step_timing=step_timing,
         restart_grace=grace_at_start(beside_another=options.beside_another),
         make_adapters=lambda table: make_adapter_table(link, table, adapters, forward_pass, executor, rules),
     )  # fmt: skip

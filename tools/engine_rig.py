@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
     from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.shm.link.events import LinkEvent
@@ -63,6 +64,7 @@ class RigSizes:
     max_park_steps: int = 64
     keeps_state: bool = False
     kv_windows: tuple[int | None, ...] = (None,)
+    drafting: Drafting | None = None
 
     @property
     def groups(self) -> KvGroups:
@@ -86,6 +88,7 @@ class RigSizes:
             self.num_plans_ahead,
             keeps_state=self.keeps_state,
             kv_windows=self.kv_windows,
+            drafting=self.drafting,
         )
 
     def make_builder(self, max_context_tokens: int, *, has_adapters: bool) -> BatchBuilder | WholeBatchBuilder:

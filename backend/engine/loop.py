@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.engine.steps.executor import ExecutorFailed
+from penstock.backend.engine.steps.rows_of_results import logprobs_by_row, scored_entries, tokens_by_row
 from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
 from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
@@ -84,6 +85,10 @@ class Engine:
         """Work of the next turn, from a signal handler."""
         self._num_failed_steps = 0
         """Failed steps in a row."""
+        self._has_drafts = False
+        """The last launched step has drafts: until its result is applied, no later token's position is known."""
+        self._ended_s = 0.0
+        """When the step ended that was applied in this turn; 0 if none was, or it is unknown."""
         self.plan_due_s: float | None = None
         """Seconds from the end of the last turn to the next plan; None if no plan is due before an event."""
 
@@ -139,6 +144,7 @@ class Engine:
         self._intake.readmit_separated()
         self._intake.admit_after_grace()
         self.plan_due_s = self._plan_steps()
+        self._ended_s = 0.0
         for sequence in self._scheduler.take_preempted():
             if self._recorder is not None:
                 self._recorder.note_preemption(sequence)
@@ -169,6 +175,8 @@ class Engine:
     def _plan_steps(self) -> float | None:
         """Plan and launch the steps that are due. Returns the seconds until the next plan is due."""
         while self._scheduler.has_work and self._executor.has_capacity:
+            if self._has_drafts and self._executor.is_busy:
+                return None
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s
             started_ns = time.thread_time_ns()
@@ -190,6 +198,9 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.note_plan(plan, batch)
             self._executor.launch(plan, batch, self._scheduler.take_saves())
+            if self._has_drafts and self._ended_s:
+                self._step_timing.note_gap(self._clock() - self._ended_s)
+            self._has_drafts = bool(plan.drafts)
             self._step_timing.note_plan(batch.num_tokens, (time.thread_time_ns() - started_ns) / 1e9)
 
     def _note_starts(self, plan: Plan) -> None:
@@ -202,9 +213,12 @@ class Engine:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
         self._scheduler.host_offload.note_step_ended()
-        num_tokens = sum(plan.lengths)
+        self._ended_s = result.ended_s
+        num_tokens = plan.num_tokens
         board.steps += 1
         board.computed_tokens += num_tokens
+        board.drafted_tokens += num_tokens - sum(plan.lengths)
+        board.accepted_tokens += sum(map(len, result.accepted.values()))
         board.observe_step(int(1e6 * result.step_s), len(plan), num_tokens)
         if self._recorder is not None:
             self._recorder.note_result(result)
@@ -220,24 +234,26 @@ class Engine:
             self._apply_pooled(plan, result.vectors)
             if len(plan.pooled_rows) == len(plan):
                 return
-        token_ids = _tokens_by_row(result)
-        slow_rows = self._delivery.deliver_fast_path(plan, token_ids)
+        token_ids = tokens_by_row(result)
+        slow_rows = self._delivery.deliver_fast_path(plan, token_ids, result.accepted)
         board.generated_tokens += len(plan) - len(slow_rows)
         faults = {plan.logit_rows[place]: fault for place, fault in result.faults.items()}
         pooled = set(plan.pooled_rows)
-        logprobs = {} if result.logprobs is None else _logprobs_by_row(plan, result.logprobs)
+        logprobs = {} if result.logprobs is None else logprobs_by_row(plan, result.logprobs)
         for index in slow_rows:
             if index in faults:
                 self._fail_constrained(plan, index, faults[index])
             elif index in result.late:
                 self._run_again(plan, index)
             elif index not in pooled:
-                self._apply_row(plan, index, token_ids[index], logprobs.get(index))
+                tokens = *result.accepted.get(index, ()), token_ids[index]
+                for end, token_id in enumerate(tokens, start=plan.ends[index]):
+                    self._apply_row(plan, index, end, token_id, logprobs.get(index))
         for index in result.stops:
             sequence = plan.sequences[index]
             if sequence.generation == plan.generations[index]:
                 # A subscriber that joined after the executor saw the stop continues. Rows planned since were dropped.
-                self._scheduler.rewind(sequence, plan.ends[index])
+                self._scheduler.rewind(sequence, plan.ends[index] + len(result.accepted.get(index, ())))
 
     def _apply_scored(self, plan: Plan, scored: TokenLogprobs) -> None:
         """Deliver log probabilities of prompts. They come before the tokens of the same step."""
@@ -252,7 +268,7 @@ class Engine:
                 if np.isnan(scored.chosen[part]).any():
                     self._fail_not_finite(sequence)
                 else:
-                    entries = _scored_entries(scored, part, first + 1, sequence.num_prompt_logprobs)
+                    entries = scored_entries(scored, part, first + 1, sequence.num_prompt_logprobs)
                     self._delivery.deliver_scored(sequence, entries)
             except Exception:  # as broad as in `_apply_row`, for the same reason
                 logger.exception("log probabilities of a prompt could not be delivered; its requests fail")
@@ -303,20 +319,21 @@ class Engine:
             logger.exception("a row could not be planned again; its requests fail")
             self._delivery.fail(sequence)
 
-    def _apply_row(self, plan: Plan, index: int, token_id: int, logprobs: EventLogprobs | None) -> None:
+    def _apply_row(self, plan: Plan, index: int, end: int, token_id: int, logprobs: EventLogprobs | None) -> None:
+        """token_id is what was sampled after the sequence's first `end` tokens."""
         sequence = plan.sequences[index]
         if sequence.generation != plan.generations[index]:
             self._board.wasted_tokens += plan.lengths[index]
             return
         try:
-            self._scheduler.note_computed(sequence, plan.ends[index])
+            self._scheduler.note_computed(sequence, end)
             if token_id == NOT_FINITE:
                 self._fail_not_finite(sequence)
             elif token_id != NO_SAMPLE:
                 self._board.generated_tokens += 1
                 self._delivery.deliver(sequence, token_id, logprobs)
             else:
-                self._delivery.report_progress(sequence, plan.ends[index], self._clock())
+                self._delivery.report_progress(sequence, end, self._clock())
         except Exception:  # deliberately broad: a bug that one row triggers must not end the other rows' requests
             logger.exception("a row's token could not be delivered; its requests fail")
             self._delivery.fail(sequence)
@@ -368,33 +385,3 @@ class Engine:
         num_scheduled = self._scheduler.num_running + self._scheduler.num_waiting
         self._open_requests.check_integrity(num_scheduled + len(self._open_requests.restart_grace))
         self._streams.check_integrity()
-
-
-def _tokens_by_row(result: StepResult) -> list[int]:
-    """The sampled token of each row, or NO_SAMPLE."""
-    plan = result.plan
-    if len(plan.logit_rows) == len(plan):
-        return result.token_ids
-    token_ids = [NO_SAMPLE] * len(plan)
-    for index, token_id in zip(plan.logit_rows, result.token_ids, strict=True):
-        token_ids[index] = token_id
-    return token_ids
-
-
-def _logprobs_by_row(plan: Plan, logprobs: TokenLogprobs) -> dict[int, EventLogprobs]:
-    """Row → its log probabilities, with as many further tokens as its sequence asks for."""
-    columns = zip(logprobs.rows.tolist(), logprobs.chosen.tolist(), logprobs.ranks.tolist(), strict=True)
-    entries = {}
-    for place, (row, chosen, rank) in enumerate(columns):
-        index = plan.logit_rows[row]
-        width = plan.sequences[index].sampling.num_reported
-        top_ids, top = logprobs.top_ids[place, :width].tolist(), logprobs.top[place, :width].tolist()
-        entries[index] = EventLogprobs(0, chosen, rank, tuple(top_ids), tuple(top))
-    return entries
-
-
-def _scored_entries(scored: TokenLogprobs, part: slice, first: int, width: int) -> list[EventLogprobs]:
-    """Entries for the prompt's tokens from index `first` on."""
-    columns = (scored.chosen[part], scored.ranks[part], scored.top_ids[part, :width], scored.top[part, :width])
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return [EventLogprobs(at, p, rank, tuple(ids), tuple(top)) for at, (p, rank, ids, top) in enumerate(rows, first)]

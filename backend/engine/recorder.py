@@ -123,6 +123,8 @@ class Recorder:
         flags, columns, num_results, ended_s, step_s = 0, b"", 0, 0.0, 0.0
         if num_decodes != self._num_decodes or num_rows != num_decodes or step >= self._key_step:
             flags, columns = self._columns(plan, num_decodes)
+        if plan.drafts:
+            self._key_step = step + 1  # readers cannot know how many drafts are accepted
         if (result := self._result) is not None:
             num_results, ended_s, step_s, self._result = self._num_results, result.ended_s, result.step_s, None
         running, waiting, held, idle = self._gauges
@@ -174,13 +176,17 @@ class Recorder:
             ran = set(plan.slots)
             dropped = pack_column([slot for slot in planned.slots if slot not in ran])
             dropped += padding(len(dropped))
-        num_bytes, num_tokens = RESULT_HEAD.size + len(dropped), sum(plan.lengths)
+        num_bytes = RESULT_HEAD.size + len(dropped)
         times_s = result.ended_s, result.step_s
-        counts = len(plan), num_tokens, num_dropped, 0
+        counts = len(plan), plan.num_tokens, num_dropped, 0
         self._append(RESULT_HEAD.pack(num_bytes, _RESULT, flags, self._clock(), step, *times_s, *counts) + dropped)
         if self._with_tokens and result.token_ids:
-            slots = [plan.slots[index] for index in plan.logit_rows]
-            self._append(pack_tokens(step, self._clock(), slots, result.token_ids))
+            sampled = [
+                (plan.slots[index], token_id)
+                for index, last in zip(plan.logit_rows, result.token_ids, strict=True)
+                for token_id in (*result.accepted.get(index, ()), last)
+            ]
+            self._append(pack_tokens(step, self._clock(), *zip(*sampled, strict=True)))
 
     def _columns(self, plan: Plan, num_decodes: int) -> tuple[int, bytes]:
         """The flags and columns of a plan whose rows differ from those of the plan before.

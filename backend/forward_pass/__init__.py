@@ -33,6 +33,7 @@ from penstock.backend.forward_pass.step import (
     SlotInit,
     StepBatch,
     TokenMasks,
+    positions_to_verify,
 )
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "StepOutput",
     "TokenLogprobs",
     "TokenMasks",
+    "positions_to_verify",
 ]

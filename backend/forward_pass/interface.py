@@ -71,6 +71,9 @@ class PassSpec:
     """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
     adapter_ranks: tuple[int, ...] = ()
     """The rank of each of PassOptions.adapters, which weight_bytes includes. Empty if the pass applies none."""
+    verifies_drafts: bool = False
+    """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
+    alone. Never with state_bytes_per_sequence, because a state does not go back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,9 @@ class IBatchedForwardPass(Protocol):
     def forward(self, batch: StepBatch) -> Any:
         """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
 
-        For `HostSampling` they are those of batch.logit_tokens, [L + S, vocab_size]. Copy batch.page_copies first, then
-        write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or in
-        `sample`, when no later step can succeed either.
+        For `HostSampling` they are those of batch.logit_tokens, [L + D + S, vocab_size]. Copy batch.page_copies first,
+        then write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or
+        in `sample`, when no later step can succeed either.
         """
         ...
 

@@ -47,7 +47,8 @@ class StepOutput:
     """The sampled tokens of a step."""
 
     token_ids: NDArray[np.int32]
-    """[L] one per entry of batch.logit_rows; NOT_FINITE for a row whose logits have a NaN or no finite value."""
+    """[L] one per entry of batch.logit_rows; NOT_FINITE for a row whose logits have a NaN or no finite value. Of a row
+    with drafts, the token that follows the accepted ones."""
     logprobs: TokenLogprobs | None = None
     """None when no row requests log probabilities."""
     scored: TokenLogprobs | None = None
@@ -55,6 +56,8 @@ class StepOutput:
     pooled: tuple[NDArray[np.float32], ...] | None = None
     """One per entry of batch.pooled.rows: [width], or [tokens, width] of a kind with a vector a token. A value that is
     not finite fails the row's requests. None without batch.pooled."""
+    num_accepted: tuple[int, ...] = ()
+    """[L] how many of each row's drafts were drawn; empty without batch.drafts."""
 
     def wait(self) -> StepOutput:
         """Return itself: the output is already complete."""

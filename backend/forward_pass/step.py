@@ -189,6 +189,14 @@ class StepBatch:
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
     adapters: NDArray[np.int32] | None = None
     """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""
+    drafts: NDArray[np.int32] | None = None
+    """[L] number of tokens at the end of each of logit_rows that are drafts: guesses of the next tokens, to verify.
+    0 for rows that report log probabilities. None if no row has drafts. Only for passes whose spec says
+    verifies_drafts.
+
+    Each draft and the token before the first one need logits. Tokens are drawn at these positions in turn, as long as
+    the drawn token is the draft that follows; so they are those of steps without drafts. KV of the other drafts is
+    overwritten by later steps."""
 
     @property
     def num_rows(self) -> int:
@@ -200,13 +208,27 @@ class StepBatch:
 
     @property
     def logit_tokens(self) -> NDArray[np.int32]:
-        """[L + S] indices into input_ids: the last token of each of logit_rows, then the scored tokens."""
+        """[L + D + S] indices into input_ids: the last token of each of logit_rows, `verified_tokens`, and the scored
+        tokens."""
         last_tokens: NDArray[np.int32] = self.query_starts[1:][self.logit_rows] - 1
-        if self.scored is None:
+        if self.scored is None and self.drafts is None:
             return last_tokens
-        from numpy import concatenate  # here, so that importing this module costs nothing
+        from numpy import concatenate, empty  # here, so that importing this module costs nothing
 
-        return concatenate([last_tokens, self.scored.tokens])
+        scored = empty(0, last_tokens.dtype) if self.scored is None else self.scored.tokens
+        return concatenate([last_tokens, self.verified_tokens, scored])
+
+    @property
+    def verified_tokens(self) -> NDArray[np.int32]:
+        """[D] ascending indices into input_ids: of each row with n drafts the n tokens before its last."""
+        from numpy import array, int32
+
+        if self.drafts is None:
+            return array([], int32)
+        ends, counts = self.query_starts[1:][self.logit_rows].tolist(), self.drafts.tolist()
+        return array(
+            [index for end, count in zip(ends, counts, strict=True) for index in range(end - 1 - count, end - 1)], int32
+        )
 
     def check_page_moves(self) -> None:
         """Raises ValueError if a page is a destination twice, or source and destination of copies: a GPU makes all at
@@ -220,11 +242,21 @@ class StepBatch:
             raise ValueError(f"page {min(both)} is source and destination of a step's copies; this is a bug")
 
 
+def positions_to_verify(num_drafts: list[int]) -> list[list[int]]:
+    """For each of logit_rows, indices of its positions, in their order, in the first L + D of batch.logit_tokens."""
+    first, positions = len(num_drafts), []
+    for index, count in enumerate(num_drafts):
+        positions.append([*range(first, first + count), index])
+        first += count
+    return positions
+
+
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Tokens that some rows of a step may sample."""
+    """Tokens that may be sampled at some positions of a step."""
 
     rows: NDArray[np.int32]
-    """[M] ascending indices into batch.logit_rows."""
+    """[M] ascending indices into the first L + D of batch.logit_tokens. If a row has a mask at its first position, its
+    drafts are verified only as far as it has masks."""
     bits: NDArray[np.uint32]
     """[M, ceil(vocab_size / 32)] bit i % 32 of word i // 32 is set if token i is allowed; at least one bit is set."""

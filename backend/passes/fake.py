@@ -59,6 +59,7 @@ def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
         has_llama_cpp_sampling=True,
         embedding_size=EMBEDDING_SIZE,
         adapter_ranks=(1,) * num_adapters,
+        verifies_drafts=True,
     )
 
 

@@ -21,6 +21,7 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenLogprobs,
     TokenMasks,
+    positions_to_verify,
 )
 from penstock.backend.sampling.logprobs import score_in_blocks
 from penstock.backend.sampling.numpy_sampler import NumpySampler
@@ -78,16 +79,17 @@ class HostSampling:
         return np.array(input_ids, np.int32)
 
     def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> StepOutput:
-        """See `IBatchedForwardPass.sample`. logits: those of batch.logit_tokens, [L + S, V]."""
+        """See `IBatchedForwardPass.sample`. logits: those of batch.logit_tokens, [L + D + S, V]."""
         if batch.scored is None:
             return self._sample_rows(logits, batch, masks)
-        output = self._sample_rows(logits[: len(batch.logit_rows)], batch, masks)
+        num_sampled = len(batch.logit_rows) + len(batch.verified_tokens)
+        output = self._sample_rows(logits[:num_sampled], batch, masks)
         return replace(output, scored=self.score(logits, batch.scored))
 
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
-        """Return `StepOutput.scored` from the step's logits, [L + S, V]. Called after the tokens are sampled.
+        """Return `StepOutput.scored` from the step's logits, [L + D + S, V]. Called after the tokens are sampled.
 
-        A pass whose `forward` returns [L, V] computes the other logits here.
+        A pass whose `forward` returns [L + D, V] computes the other logits here.
         """
         return score_in_blocks(scored, logits[len(logits) - len(scored.tokens) :].__getitem__)
 
@@ -98,10 +100,61 @@ class HostSampling:
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         slots = [all_slots[row] for row in rows]
         positions = [contexts[row] + starts[row + 1] - starts[row] for row in rows]
+        if batch.drafts is not None:
+            return self._verify(logits, batch, slots, positions, masks)
         tokens, logprobs = self._sampler.sample(logits, slots, positions, masks)
         for slot, token in zip(slots, tokens.tolist(), strict=True):
             self._last_tokens[slot] = max(token, 0)
         return StepOutput(tokens, logprobs)
 
+    def _verify(
+        self,
+        logits: NDArray[np.float32],
+        batch: StepBatch,
+        slots: list[int],
+        ends: list[int],
+        masks: TokenMasks | None,
+    ) -> StepOutput:
+        """Sample rows of which some have drafts, in turns: each samples the next token of the rows whose drafts were
+        all drawn so far. So penalties count exactly the tokens of the sequence.
+
+        ends: the positions of the tokens after the last drafts, [L].
+        """
+        num_drafts = [] if batch.drafts is None else batch.drafts.tolist()
+        places, input_ids = positions_to_verify(num_drafts), batch.input_ids.tolist()
+        row_ends = batch.query_starts[1:][batch.logit_rows].tolist()
+        mask_of = {} if masks is None else {row: index for index, row in enumerate(masks.rows.tolist())}
+        tokens, num_accepted, live = np.empty(len(slots), np.int32), [0] * len(slots), list(range(len(slots)))
+        reported = None
+        while live:
+            at = [places[row][num_accepted[row]] for row in live]
+            positions = [ends[row] - num_drafts[row] + num_accepted[row] for row in live]
+            its_logits = logits[at[0] : at[0] + 1] if len(at) == 1 else logits[at]
+            drawn, logprobs = self._sampler.sample(
+                its_logits, [slots[row] for row in live], positions, _masks_at(masks, mask_of, at)
+            )
+            reported = reported or logprobs  # no row with drafts reports any, so only the first turn brings them
+            tokens[live] = drawn
+            still = []
+            for row, place, token in zip(live, at, drawn.tolist(), strict=True):
+                left = num_drafts[row] - num_accepted[row]
+                is_draft = left > 0 and token == input_ids[row_ends[row] - left]
+                if is_draft and (place not in mask_of or places[row][num_accepted[row] + 1] in mask_of):
+                    num_accepted[row] += 1
+                    still.append(row)
+            live = still
+        for slot, token in zip(slots, tokens.tolist(), strict=True):
+            self._last_tokens[slot] = max(token, 0)
+        return StepOutput(tokens, reported, num_accepted=tuple(num_accepted))
+
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
+
+
+def _masks_at(masks: TokenMasks | None, mask_of: dict[int, int], places: list[int]) -> TokenMasks | None:
+    """Return the masks of some places, as the rows of these. mask_of: place → index of its mask."""
+    found = [(row, mask_of[place]) for row, place in enumerate(places) if place in mask_of]
+    if masks is None or not found:
+        return None
+    rows, indices = zip(*found, strict=True)
+    return TokenMasks(np.array(rows, np.int32), masks.bits[list(indices)])

@@ -75,6 +75,7 @@ class RunningSequences:
         Pages that they fill can be shared; returns what no sequence needs to wait for any more. Pages behind the window
         are released.
         """
+        sequence.num_computed = max(sequence.num_computed, num_tokens)  # accepted drafts were not counted yet
         computed = self.prefix_cache.note_computed(sequence, num_tokens)
         if self.groups.has_windows:
             self._pass_pages(sequence.kv, self.groups.num_passed(num_tokens))

@@ -22,6 +22,7 @@ from penstock.backend.scheduling.wait_queue import WaitQueue
 if TYPE_CHECKING:
     from penstock.backend.kv_cache.host_offload import HostOffload
     from penstock.backend.kv_cache.page_pool import PagePool
+    from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Chunk
     from penstock.backend.sequences.sequence import Sequence
 
@@ -46,12 +47,15 @@ class Scheduler:
         *,
         keeps_state: bool = False,
         kv_windows: tuple[int | None, ...] = (None,),
+        drafting: Drafting | None = None,
     ) -> None:
         """A sequence that waits for another's prefix does so while the prefix grows within max_park_steps steps.
-        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`."""
+        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`. drafting: None without drafts.
+        After a plan with drafts, `plan` is called when its step has been applied."""
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
         self._pool = pool
         self._keeps_state = keeps_state
+        self._drafting = drafting
         self._tenants = Tenants()
         self._waiting = WaitQueue(self._tenants)
         self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
@@ -125,11 +129,13 @@ class Scheduler:
         if self.num_preemptions != num_preemptions:
             decodes = [sequence for sequence in decodes if sequence.slot is not None]
             chunks = [chunk for chunk in chunks if chunk[0].slot is not None]
+        has_prompts = bool(chunks or self._admission.newcomers)  # such a step is long, and full
+        drafts = self._choose_drafts(decodes) if decodes and not has_prompts else {}
         if self._tenants.are_several:
             self._tenants.charge_decodes(decodes)
-            for sequence, num_tokens in chunks:
+            for sequence, num_tokens in [*chunks, *((sequence, len(tokens)) for sequence, tokens in drafts.items())]:
                 self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
-        plan = self._make_plan(decodes, chunks + self._admission.newcomers)
+        plan = self._make_plan(decodes, chunks + self._admission.newcomers, drafts)
         self._num_plans += bool(plan)
         return plan
 
@@ -173,6 +179,24 @@ class Scheduler:
                 sequence.num_computed += 1
                 decodes.append(sequence)
         return decodes, unfinished
+
+    def _choose_drafts(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Drafts within the token budget, and in pages that no other sequence needs next."""
+        if self._drafting is None:
+            return {}
+        left, drafts = self._max_batch_tokens - len(decodes), {}
+        num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
+        chosen = self._drafting.choose(decodes)
+        for sequence, tokens in chosen.items():
+            end = sequence.num_computed + min(len(tokens), left)
+            if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
+                self._running.grow(sequence, missing)
+                num_spare -= missing
+            kept = tokens[: min(end, sequence.capacity_tokens) - sequence.num_computed]
+            if kept:
+                drafts[sequence] = kept
+                left -= len(kept)
+        return drafts
 
     def _choose_chunks(self, unfinished: list[Sequence], budget: int, *, may_admit: bool) -> list[Chunk]:
         """Share the budget among running sequences with given tokens left to compute, and newcomers. Tenants that have
@@ -224,10 +248,17 @@ class Scheduler:
             self._bisections.popleft()
         return []
 
-    def _make_plan(self, decodes: list[Sequence], chunks: list[Chunk]) -> Plan:
-        """A plan from decodes, which are advanced already, and chunks, which are advanced here."""
+    def _make_plan(
+        self, decodes: list[Sequence], chunks: list[Chunk], drafts: dict[Sequence, list[int]] | None = None
+    ) -> Plan:
+        """A plan from decodes, which are advanced already, and chunks, which are advanced here. There are no chunks
+        with drafts."""
         plan = Plan(decodes, lengths=[1] * len(decodes), num_decodes=len(decodes))
         plan.logit_rows = list(range(len(decodes)))
+        if drafts:
+            plan.sequences = sorted(decodes, key=drafts.__contains__)
+            plan.drafts = drafts
+            plan.num_decodes -= len(drafts)
         for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
             if (span := sequence.next_scored(num_tokens)) is not None:
                 plan.scored[sequence] = span

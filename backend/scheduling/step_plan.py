@@ -60,6 +60,13 @@ class Plan:
     """(first, end) positions of prompts whose next token is scored, in the order of the rows."""
     pooled_rows: list[int] = field(default_factory=list)
     """Indices of the rows that complete a vector, ascending."""
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Guesses of the tokens after those in `ends`, which the step computes and verifies too. Not counted in `lengths`.
+    Their rows follow the first num_decodes, and begin with the token that their slot sampled last."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths) + sum(map(len, self.drafts.values()))
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -93,6 +100,7 @@ class Plan:
             },
             {self.sequences[index]: span for index in kept if (span := self.scored.get(self.sequences[index]))},
             [new for new, index in enumerate(kept) if index in pooled],
+            {self.sequences[index]: drafts for index in kept if (drafts := self.drafts.get(self.sequences[index]))},
         )
 
     def rows(self) -> Iterator[PlanRow]:

@@ -11,6 +11,7 @@ from penstock.backend.sequences.tenant_account import NOBODY, Group
 
 if TYPE_CHECKING:
     from penstock.backend.forward_pass import SamplingParams
+    from penstock.backend.sequences.prompt_lookup import Guesser
     from penstock.backend.sequences.subscribers import Subscriber
     from penstock.backend.structured_output.constraints import SequenceConstraints
     from penstock.shm.buffers.buffer_export import Loan
@@ -124,6 +125,7 @@ class Sequence:
         "generation",
         "goes_first",
         "group",
+        "guesser",
         "kv",
         "max_total_tokens",
         "needs_slot_init",
@@ -167,8 +169,7 @@ class Sequence:
         constraints: SequenceConstraints | None = None,
     ) -> None:
         # Tokens
-        self.tokens = array("i")
-        self.tokens.frombytes(tokens)
+        self.tokens = array("i", tokens)
         self.num_prompt_tokens = num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
@@ -213,8 +214,7 @@ class Sequence:
         self.rank = rank
         """Lower runs sooner and is preempted later."""
         self.admitted_ns = admitted_ns or NEW
-        """When an earlier backend, or a frontend without one, first admitted it: among equal ranks the oldest runs
-        first. NEW for a new sequence, which runs after all of these."""
+        """When a backend, or a frontend without one, first admitted it: of equal ranks the oldest runs first."""
         self.group: Group | None = None
         """The request to which it belongs with others."""
         self.round = 0
@@ -237,6 +237,7 @@ class Sequence:
         """Tokens whose KV is computed by the steps launched so far."""
         self.num_given_tokens = len(self.tokens)
         """Tokens known at admission, or at the last rewind."""
+        self.guesser: Guesser | None = None  # made when it decodes
         self.generation = 0
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1
@@ -266,8 +267,7 @@ class Sequence:
 
     def shorten(self, tokens: bytes, constraints: SequenceConstraints | None) -> None:
         """Begin with fewer of the tokens, and with the constraints after these. It has not been scheduled yet."""
-        self.tokens = array("i")
-        self.tokens.frombytes(tokens)
+        self.tokens = array("i", tokens)
         self.num_given_tokens = len(self.tokens)
         self.constraints = constraints
 

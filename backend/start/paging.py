@@ -13,6 +13,7 @@ from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
+from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
     from penstock.backend.engine.loop import Engine
+    from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
     from penstock.backend.kv_cache.budget.kv_plan import KvPlan
     from penstock.backend.options import BackendOptions
@@ -88,11 +90,17 @@ def create_scheduler(
     board: BackendBoard,
     kv_events: KvEventPublisher | None,
     store: PageStore | HandOverMemory | None,
+    step_timing: StepTiming,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
-    """Create the scheduler.
+    """Create the scheduler. Raises StartupError.
 
     The table behind the board tells frontends with several backends which one has a prompt's beginning.
     """
+    verifies_drafts = forward_pass.spec.verifies_drafts
+    if options.speculation == "ngram" and not verifies_drafts:
+        raise StartupError(
+            f"--speculation is ngram, but {type(forward_pass).__name__} cannot verify guessed tokens; leave it out"
+        )
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
@@ -105,6 +113,7 @@ def create_scheduler(
         num_plans_ahead=options.batch_channel_capacity,
         keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
         kv_windows=forward_pass.spec.kv_windows,
+        drafting=Drafting(step_timing) if verifies_drafts and options.speculation != "none" else None,
     )
     pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
     builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
+from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -151,6 +152,15 @@ class SequenceConstraints:
             self._pace.note(clock() - began_ns)
             if reason is not None:
                 self._failure = self._note_failure(reason)
+
+    def fork(self) -> SequenceConstraints:
+        """A copy to advance by drafts, for as long as a step. Its memory is not counted, nor its failures."""
+        fork = copy(self)
+        fork._tokens = self._tokens.copy()
+        if self._matcher is not None:
+            fork._matcher = self._matcher.deep_copy()
+        fork._growth = StreamGrowth(Growth(), self.tenant)
+        return fork
 
     def rewind(self, num_tokens: int) -> None:
         """Drop all but the first num_tokens consumed tokens. Does nothing when no more than that were consumed."""

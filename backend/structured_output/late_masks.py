@@ -20,9 +20,10 @@ from penstock.backend.forward_pass import TokenMasks
 from penstock.backend.structured_output.constraints import ConstraintFailed, LateMask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from llguidance import LLExecutor, LLMatcher
+    from numpy.typing import NDArray
 
     from penstock.backend.structured_output.constraints import SequenceConstraints, TokenBits
 
@@ -65,9 +66,9 @@ class LateMasks:
             self._begin(constraints, (), num_tokens)
         return False
 
-    def advance(self, constraints: SequenceConstraints, token_id: int) -> None:
-        """Consume a sampled token and fill the mask that follows it."""
-        self._begin(constraints, (token_id,), constraints.num_tokens + 1)
+    def advance(self, constraints: SequenceConstraints, token_ids: Sequence[int]) -> None:
+        """Consume sampled tokens and fill the mask that follows them."""
+        self._begin(constraints, token_ids, constraints.num_tokens + len(token_ids))
 
     def _begin(self, constraints: SequenceConstraints, tokens: Iterable[int], num_tokens: int) -> None:
         constraints.late = late = LateMask(constraints, (*constraints.take_backlog(), *tokens), num_tokens)
@@ -164,18 +165,25 @@ class StepMasks(NamedTuple):
     """Rows whose mask is not ready. They have no mask, and their sampled token does not count."""
 
 
-def fill_masks(
-    rows: list[tuple[int, int, SequenceConstraints]], vocab_size: int, late_masks: LateMasks | None = None
-) -> StepMasks:
-    """rows are (index into the step's logit rows, tokens generated so far, constraints), ascending.
+class MaskedRow(NamedTuple):
+    """A row that samples under constraints."""
 
-    Without late_masks all masks are filled here, however long they take.
-    """
-    bits = np.empty((len(rows), -(-vocab_size // 32)), np.uint32)
+    row: int
+    """Index into the step's logit rows."""
+    num_generated: int
+    constraints: SequenceConstraints
+    positions: Sequence[int]
+    """Where `TokenMasks.rows` has the masks of the next token, and of those that follow each of the drafts."""
+    drafts: Sequence[int] = ()
+
+
+def fill_masks(rows: list[MaskedRow], vocab_size: int, late_masks: LateMasks | None = None) -> StepMasks:
+    """Fill the masks of a step's rows, ascending. Without late_masks all are filled here, however long they take."""
+    bits = np.empty((sum(len(row.positions) for row in rows), -(-vocab_size // 32)), np.uint32)
     filled: list[int] = []
     faults: dict[int, str] = {}
     late: list[int] = []
-    for row, num_generated, constraints in rows:
+    for row, num_generated, constraints, positions, drafts in rows:
         if late_masks is not None and not late_masks.is_ready(constraints, num_generated):
             late.append(row)
             continue
@@ -183,10 +191,28 @@ def fill_masks(
             _fill(bits[len(filled)], num_generated, constraints)
         except ConstraintFailed as error:
             faults[row] = str(error)
-        else:
-            filled.append(row)
-    masks = TokenMasks(np.array(filled, np.int32), bits[: len(filled)]) if filled else None
+            continue
+        filled.append(positions[0])
+        fork = constraints.fork() if drafts and not constraints.is_late else None
+        for draft, position in zip(drafts, positions[1:], strict=True):
+            if fork is None or not _fill_next(bits[len(filled) - 1 :], draft, fork):
+                break
+            filled.append(position)
+    order = np.argsort(filled)
+    masks = TokenMasks(np.array(filled, np.int32)[order], bits[order]) if filled else None
     return StepMasks(masks, faults, frozenset(late))
+
+
+def _fill_next(masks: NDArray[np.uint32], draft: int, fork: SequenceConstraints) -> bool:
+    """Fill masks[1] for the token after a draft. False if masks[0] does not allow the draft, or none may follow."""
+    if not masks[0, draft >> 5] >> np.uint32(draft & 31) & 1:
+        return False
+    fork.advance(draft)
+    try:
+        fork.fill_mask(masks[1])
+    except ConstraintFailed:  # if the draft is sampled, a later step comes here without one
+        return False
+    return True
 
 
 def _fill(mask: TokenBits, num_generated: int, constraints: SequenceConstraints) -> None:

@@ -145,6 +145,8 @@ _BACKEND_COUNTERS = (
         "computed_tokens",
     ),
     ("wasted_tokens_total", "Computed tokens that were no longer needed when they were ready.", "wasted_tokens"),
+    ("drafted_tokens_total", "Guessed tokens that steps have verified.", "drafted_tokens"),
+    ("accepted_tokens_total", "Guessed tokens that came true.", "accepted_tokens"),
 )
 _BACKEND_OUTCOMES = ("finished", "cancelled", "rejected", "failed", "expired", "quoted")
 # (name, help, the board's histogram, the histogram's units per unit of the metric)

@@ -300,6 +300,10 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Prompt and output tokens in all steps; recomputed tokens of a preempted sequence count again."""
     wasted_tokens: int
     """Computed tokens whose sequence had ended or was preempted when their step completed."""
+    drafted_tokens: int
+    """Guessed tokens that steps computed to verify them."""
+    accepted_tokens: int
+    """Those of them that came true."""
     preemptions: int
     host_pages_used: int
     """Pages with a copy in host memory."""

@@ -87,6 +87,7 @@ class ResultRecord(NamedTuple):
 class TokensRecord(NamedTuple):
     step: int
     slots: array[int]
+    """A slot occurs once for each of its tokens."""
     token_ids: array[int]
 
 

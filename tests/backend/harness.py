@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
+    from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
     from penstock.backend.structured_output.late_masks import LateMasks
@@ -228,6 +229,7 @@ class Bench(EngineRig):
         link: ScriptedLink | None = None,
         late_masks: LateMasks | None = None,
         vector_cache: VectorCache | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, 8 * page_size * num_host_pages)
@@ -241,6 +243,7 @@ class Bench(EngineRig):
             max_park_steps=max_park_steps,
             keeps_state=spec.state_bytes_per_sequence > 0,
             kv_windows=spec.kv_windows,
+            drafting=drafting,
         )
         if sizes.num_pages:
             self.forward_pass.create_cache(num_pages, page_size, "fp32")

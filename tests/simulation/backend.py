@@ -25,6 +25,7 @@ from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.board import BackendBoard
 from tests.simulation.chain_pass import PassSizes
 from tests.simulation.device import SimulatedExecutor
+from tests.simulation.drafting import SimulatedDrafting
 from tests.simulation.faults import FaultyBuilder, FaultyDelivery, FaultyIntake, FaultyScheduler
 from tests.simulation.link import SimulatedLink
 from tests.simulation.rules import SimulatedPool
@@ -95,6 +96,7 @@ class Backend:
             setup.num_plans_ahead,
             keeps_state=setup.keeps_state,
             kv_windows=self.forward_pass.spec.kv_windows,
+            drafting=SimulatedDrafting(world, world.more_rng) if setup.has_drafts else None,
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         adapters = {name: self.adapters.index(name) for name in self.adapters}

@@ -25,6 +25,7 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenLogprobs,
     TokenMasks,
+    positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.simulation.violations import PlantedFault, Violation
@@ -141,6 +142,7 @@ class ChainPass:
             state_bytes_per_sequence=8 * sizes.keeps_state,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),
+            verifies_drafts=not sizes.keeps_state,
         )
         self._flavours = [*map(flavour_of, sizes.adapters), 0]
         """By adapter; the last one is NO_ADAPTER's."""
@@ -157,6 +159,8 @@ class ChainPass:
         """Slot → number of its sequence's tokens so far, and the cell after them. A pass with state goes on there."""
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
+        self._written: list[list[int]] = []
+        """By row, the cells of the step's tokens, between `forward` and `sample`."""
         self.fault: Fault | None = None
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -177,7 +181,7 @@ class ChainPass:
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
-        ends, written = [], set[int]()
+        ends, written, self._written = [], set[int](), []
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
@@ -186,6 +190,7 @@ class ChainPass:
             if fault is not None and fault.kind == "poison" and fault.row == row:
                 cell = -fault.number
             mine = set()
+            self._written.append([])
             for index, token in enumerate(ids[starts[row] : starts[row + 1]], start=starts[row]):
                 if token == FROM_SLOT:
                     token = self._slots[slot].last_token
@@ -195,6 +200,7 @@ class ChainPass:
                 page = pages[position // page_size]
                 mine.add(page)
                 cells[page * page_size + position % page_size] = cell
+                self._written[-1].append(cell)
                 position += 1
                 if index in scored:
                     self._scored.append((row, cell, scored[index]))
@@ -298,22 +304,44 @@ class ChainPass:
             raise PlantedFault("after the cache was written")
         allowed = self._allowed(masks)
         tokens: list[int] = []
+        num_accepted: list[int] = []
         logprobs: list[tuple[int, int, EventLogprobs]] = []  # place, number of top tokens, entry
+        num_drafts = [0] * len(batch.logit_rows) if batch.drafts is None else batch.drafts.tolist()
+        places = positions_to_verify(num_drafts)
         for place, row in enumerate(batch.logit_rows.tolist()):
-            position = int(batch.context_lens[row] + batch.query_starts[row + 1] - batch.query_starts[row])
-            token = NOT_FINITE
             slot = self._slots[int(batch.slots[row])]
-            if logits[row] >= 0 and not (fault is not None and fault.kind == "nan" and fault.row == row):
-                token = slot.choose(logits[row], position, self.spec.vocab_size, allowed.get(place))
-                if slot.num_logprobs >= 0:
-                    logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
+            if num_drafts[place] and (slot.num_logprobs >= 0 or not self.spec.verifies_drafts):
+                raise Violation("drafts of a row that may have none")
+            if fault is not None and fault.kind == "nan" and fault.row == row:
+                token, accepted = NOT_FINITE, 0
+            else:
+                token, accepted = self._verify(batch, row, num_drafts[place], [allowed.get(at) for at in places[place]])
+            if token != NOT_FINITE and slot.num_logprobs >= 0:
+                logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)
+            num_accepted.append(accepted)
         if fault is not None and fault.kind == "raise at wait":
             return LostStep()
         if fault is not None and fault.kind == "miscount":
             tokens.append(0)
         scored = self._score(batch.scored.num_top) if batch.scored is not None else None
-        return StepOutput(np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch))
+        found = np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch)
+        return StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
+
+    def _verify(self, batch: StepBatch, row: int, num_drafts: int, allowed: list[set[int] | None]) -> tuple[int, int]:
+        """The token after the drafts that come true, and the number of these."""
+        end = int(batch.query_starts[row + 1])
+        drafts = batch.input_ids[end - num_drafts : end].tolist()
+        position = int(batch.context_lens[row] + end - batch.query_starts[row]) - num_drafts
+        slot, cells = self._slots[int(batch.slots[row])], self._written[row][-1 - num_drafts :]
+        for place, cell in enumerate(cells):
+            if cell < 0:
+                return NOT_FINITE, place
+            token = slot.choose(cell, position + place, self.spec.vocab_size, allowed[place])
+            is_last = place == num_drafts or (allowed[place] is not None and allowed[place + 1] is None)
+            if is_last or token != drafts[place]:
+                break
+        return token, place
 
     def _vectors(self, logits: list[int], batch: StepBatch) -> tuple[NDArray[np.float32], ...] | None:
         if batch.pooled is None:

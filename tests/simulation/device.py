@@ -116,7 +116,7 @@ class SimulatedExecutor(ThreadlessExecutor):
         self._saved_salts |= {place: self._salts.get(page) for page, place in saves}
         self._note_copies(step.plan)
         for row in step.plan.rows():
-            self._judge(row)
+            self._judge(row, len(step.plan.drafts.get(row.sequence, ())))
         self._launched.append((step, fault))
         self._before = replace(step, is_finished=_Awaited(self._catch_up))
         if not self._pass.spec.runs_ahead:
@@ -127,6 +127,8 @@ class SimulatedExecutor(ThreadlessExecutor):
         before = [(s, s.stopped_generation, s.final_generation) for s in step.plan.sequences]
         result = step.finish()
         rows, error = list(result.plan.rows()), result.error
+        self._world.covered["drafts accepted"] += bool(result.accepted)
+        self._world.covered["drafts rejected"] += len(result.plan.drafts) > len(result.accepted)
         is_planted = isinstance(error, PlantedFault) or (fault is not None and fault.kind == "miscount")
         if error is not None and not is_planted:
             raise error
@@ -179,7 +181,7 @@ class SimulatedExecutor(ThreadlessExecutor):
                 raise Violation("a row copies a page that its tenant did not write")
             self._salts[destination] = sequence.salt
 
-    def _judge(self, row: PlanRow) -> None:
+    def _judge(self, row: PlanRow, num_drafts: int) -> None:
         """The row has a subscriber, and it reads pages of its own tenant only."""
         sequence, size = row.sequence, self._page_size
         listeners = self._world.backend.link.open
@@ -189,5 +191,5 @@ class SimulatedExecutor(ThreadlessExecutor):
         for page in sequence.kv.pages[sequence.kv.passed[0] : -(-row.start // size)]:
             if self._salts.get(page) != sequence.salt:
                 raise Violation("a row reads a page that its tenant did not write")
-        for page in sequence.kv.pages[first_written : -(-row.end // size)]:
+        for page in sequence.kv.pages[first_written : -(-(row.end + num_drafts) // size)]:
             self._salts[page] = sequence.salt

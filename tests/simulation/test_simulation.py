@@ -57,6 +57,8 @@ _MUST_OCCUR = {
     "fault: miscount": 50,
     "fault: raise at wait": 50,
     "launched ahead": 1,
+    "drafts accepted": 3,
+    "drafts rejected": 3,
     "awaited for its constraints": 2,
     "grammars compiled": 5,
     "masks late": 20,

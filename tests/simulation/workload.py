@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _HASH_MODEL_EVERY = 32
 _STATE_EVERY = 8
 _POOLED_EVERY = 8
-_WIDE, _WITH_ADAPTERS, _WITH_QUOTES = (1, 6), (2, 6), (1, 7)
-"""Worlds by seed modulo 8: many sequences run, requests have adapters, or ask for quotes."""
+_WIDE, _WITH_ADAPTERS, _WITH_QUOTES, _WITH_DRAFTS = (1, 6), (2, 6), (1, 7), (0, 2, 4)
+"""Worlds by seed modulo 8: many sequences run, requests have adapters, or ask for quotes, or rows have drafts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +115,7 @@ class Setup:
     adapters: tuple[str, ...] = ()
     """Each backend has most of them, in its own order."""
     quote_rate: float = 0.0
+    has_drafts: bool = False
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -197,6 +198,7 @@ class Setup:
             self.adapters = ("a", "b", "c")
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
+        self.has_drafts = seed % 8 in _WITH_DRAFTS
 
     def _saturate(self, rng: Random, stem: list[int]) -> None:
         """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the

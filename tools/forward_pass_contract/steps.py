@@ -111,6 +111,8 @@ class StepRow:
     passed: tuple[int, ...] = ()
     """By group, the first pages that are behind the window; pages of set NOT_ITS_OWN replace them."""
     adapter: int = NO_ADAPTER
+    num_drafts: int = 0
+    """How many of the last token_ids are drafts."""
 
 
 @dataclass
@@ -125,6 +127,8 @@ class StepRunner:
     """`StepOutput.scored` of the last step."""
     logprobs: TokenLogprobs | None = None
     """`StepOutput.logprobs` of the last step; its rows are those that have logits, decode rows first."""
+    num_accepted: tuple[int, ...] = ()
+    """`StepOutput.num_accepted` of the last step, in the same order."""
 
     @property
     def num_groups(self) -> int:
@@ -152,6 +156,7 @@ class StepRunner:
         logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
         output = self.forward_pass.sample(handle, batch).wait()
         self.scored, self.logprobs, tokens = output.scored, output.logprobs, np.array(output.token_ids)
+        self.num_accepted = output.num_accepted
         logits = logits[: len(batch.logit_rows)]
         back = np.argsort([order[row] for row in batch.logit_rows])
         return logits[back], tokens[back]
@@ -221,7 +226,13 @@ def _make_batch(
         scored=_scored_tokens(rows, num_top),
         pooled=_pooled_rows(rows),
         adapters=_adapters(rows),
+        drafts=_num_drafts(rows),
     )
+
+
+def _num_drafts(rows: list[StepRow]) -> Ints | None:
+    num_drafts = [row.num_drafts for row in rows if row.has_logits]
+    return np.array(num_drafts, np.int32) if any(num_drafts) else None
 
 
 def _adapters(rows: list[StepRow]) -> Ints | None:

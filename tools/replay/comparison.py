@@ -81,7 +81,8 @@ class Account:
             if (sampled_s := next(first_s, None)) is not None:
                 self.first_s[request] = max(0.0, sampled_s - time_s)
             if request in self.total_s:
-                sampled = {row.end: step.token_ids[row.slot] for step, row in rows if row.slot in step.token_ids}
+                found = [(row.end, step.token_ids.get(row.slot, [])) for step, row in rows]
+                sampled = {end + n: token for end, token_ids in found for n, token in enumerate(token_ids)}
                 # One that joins late leaves a sequence that may be past its limit already.
                 limit = event.num_prompt_tokens + event.max_tokens
                 positions = range(event.num_tokens, min(limit, final_tokens.get(request, 0)))

@@ -10,7 +10,7 @@ import msgspec
 from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Progress, Started
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.quoting.history import QuoteErrors
@@ -41,11 +41,11 @@ class Delivery:
         self._open_requests = open_requests
         self._separated: list[Subscriber] = []
 
-    def deliver_fast_path(self, plan: Plan, token_ids: list[int]) -> list[int]:
+    def deliver_fast_path(self, plan: Plan, token_ids: list[int], accepted: Collection[int] = ()) -> list[int]:
         """Deliver the tokens of a step, one per row, that need the fast path only.
 
-        Returns the indices of the other rows, which are untouched: stale rows, rows without a token, and rows whose
-        token completes a page, starts a stream or may end one.
+        Returns the indices of the other rows, which are untouched: stale rows, rows without a token, those in accepted,
+        which have several, and rows whose token completes a page, starts a stream or may end one.
         """
         slow = []
         outputs: defaultdict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -55,6 +55,7 @@ class Delivery:
                 end < sequence.fast_path_until
                 and sequence.generation == generation
                 and token_id not in sequence.stop_ids
+                and index not in accepted
             ):
                 sequence.tokens.append(token_id)
                 for frontend, request_id in sequence.subscriber_ids:

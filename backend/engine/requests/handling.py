@@ -57,12 +57,13 @@ class RequestHandling:
         vector_cache: VectorCache | None = None,
         recorder: Recorder | None = None,
         make_adapters: Callable[[RequestTable], AdapterTable] | None = None,
+        step_timing: StepTiming | None = None,
     ) -> RequestHandling:
         """Without a grammar queue, requests with a grammar are refused. Without a restart grace, resumed requests are
         grouped within a turn of the loop."""
         grammar_queue = grammar_queue or GrammarQueue(None, lambda: None, 0)
         table = RequestTable(scheduler, board, grammar_queue, restart_grace or RestartGrace(clock), recorder)
-        step_timing, quote_errors = StepTiming(), QuoteErrors(board, clock)
+        step_timing, quote_errors = step_timing or StepTiming(), QuoteErrors(board, clock)
         quoter = Quoter(scheduler, step_timing, quote_errors, clock)
         delivery = Delivery(link, board, table, quote_errors)
         vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)

@@ -72,13 +72,18 @@ class BatchBuilder:
         if plan.num_decodes == len(plan):
             return self._build_decodes(plan)
         slots = _column(plan.slots)
-        lengths = _column(plan.lengths)
+        drafts = [plan.drafts.get(sequence, []) for sequence in plan.sequences] if plan.drafts else []
+        num_drafts = _column([len(tokens) for tokens in drafts] or [0] * len(plan))
+        lengths = _column(plan.lengths) + num_drafts
         query_starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(lengths, out=query_starts[1:])
         input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
         embeddings: list[EmbeddedTokens] = []
         for index in range(plan.num_decodes, len(plan)):
             sequence, end = plan.sequences[index], plan.ends[index]
+            if drafts and drafts[index]:
+                input_ids[query_starts[index] + 1 : query_starts[index + 1]] = drafts[index]
+                continue
             start = end - plan.lengths[index]
             input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
@@ -87,7 +92,7 @@ class BatchBuilder:
         return StepBatch(
             input_ids=input_ids,
             query_starts=query_starts,
-            context_lens=_column(plan.ends) - lengths,
+            context_lens=_column(plan.ends) + num_drafts - lengths,
             page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=_column(plan.logit_rows),
@@ -98,6 +103,7 @@ class BatchBuilder:
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
             adapters=self._adapters_of(slots),
+            drafts=num_drafts[plan.logit_rows] if drafts else None,
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
@@ -186,6 +192,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
     new_index = np.full(batch.num_rows, -1, np.int32)
     new_index[rows] = np.arange(len(rows))
     logit_rows = new_index[batch.logit_rows]
+    is_kept = logit_rows >= 0
     slots = batch.slots[rows]
     return StepBatch(
         input_ids=batch.input_ids[token_kept],
@@ -193,7 +200,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         context_lens=batch.context_lens[rows],
         page_table=batch.page_table[rows],
         slots=slots,
-        logit_rows=logit_rows[logit_rows >= 0],
+        logit_rows=logit_rows[is_kept],
         slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
         page_copies=tuple(plan.page_copies.values()),
         page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
@@ -205,6 +212,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
         pooled=_pooled_rows(plan) if plan.pooled_rows else None,
         adapters=None if batch.adapters is None else _unless_none(batch.adapters[rows]),
+        drafts=batch.drafts[is_kept] if batch.drafts is not None and plan.drafts else None,
     )
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from penstock.backend.buffers import share_outputs
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.engine.steps.vectors import collect_vectors
-from penstock.backend.forward_pass import NOT_FINITE
-from penstock.backend.structured_output.late_masks import StepMasks, fill_masks
+from penstock.backend.forward_pass import NOT_FINITE, positions_to_verify
+from penstock.backend.structured_output.late_masks import MaskedRow, StepMasks, fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +51,8 @@ class StepResult:
     """Place in logit_rows → why the row's constraints cannot continue. The row's token is NOT_FINITE."""
     late: frozenset[int] = frozenset()
     """Indices of rows whose mask was not ready: they run again. Their token is NOT_FINITE."""
+    accepted: dict[int, list[int]] = field(default_factory=dict)
+    """Index of a row → the drafts that were sampled before its token. Rows without any are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class LaunchedStep:
         token_ids = output.token_ids.tolist()
         if len(token_ids) != len(plan.logit_rows):
             raise RuntimeError(f"the pass sampled {len(token_ids)} tokens for {len(plan.logit_rows)} rows")
-        stops = []
+        stops, accepted = [], dict[int, list[int]]()
         for place, (index, token_id) in enumerate(zip(plan.logit_rows, token_ids, strict=True)):
             sequence = plan.sequences[index]
             if place in self.late:
@@ -100,8 +102,13 @@ class LaunchedStep:
                 continue
             if place in faults:
                 token_id = token_ids[place] = NOT_FINITE
+            elif drafts := plan.drafts.get(sequence):
+                sampled = [*drafts[: output.num_accepted[place]], token_id]
+                ends = (n for n, token in enumerate(sampled) if token in sequence.common_stop_ids)
+                *accepted[index], token_id = sampled[: next(ends, len(sampled)) + 1]
+                token_ids[place] = token_id
             if sequence.constraints is not None and token_id != NOT_FINITE:
-                self._advance(sequence.constraints, token_id)
+                self._advance(sequence.constraints, [*accepted.get(index, ()), token_id])
             if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
                 _stop(sequence, plan.generations[index])
                 stops.append(index)
@@ -119,13 +126,15 @@ class LaunchedStep:
             vectors=collect_vectors(plan, self.widths, output.pooled),
             faults=faults,
             late=late,
+            accepted={index: tokens for index, tokens in accepted.items() if tokens},
         )
 
-    def _advance(self, constraints: SequenceConstraints, token_id: int) -> None:
+    def _advance(self, constraints: SequenceConstraints, token_ids: list[int]) -> None:
         if self.late_masks is not None and constraints.is_late:
-            self.late_masks.advance(constraints, token_id)
+            self.late_masks.advance(constraints, token_ids)
         else:
-            constraints.advance(token_id)
+            for token_id in token_ids:
+                constraints.advance(token_id)
 
 
 def launch_step(
@@ -191,8 +200,12 @@ def _drop_later_rows(sequence: Sequence, generation: int) -> None:
 
 
 def _make_masks(plan: Plan, vocab_size: int, before: LaunchedStep | None, late_masks: LateMasks | None) -> StepMasks:
+    drafts = [plan.drafts.get(plan.sequences[index], []) for index in plan.logit_rows]
+    positions = positions_to_verify(list(map(len, drafts)))
     constrained = [
-        (place, plan.ends[index] - sequence.num_prompt_tokens, sequence.constraints)
+        MaskedRow(
+            place, plan.ends[index] - sequence.num_prompt_tokens, sequence.constraints, positions[place], drafts[place]
+        )
         for place, index in enumerate(plan.logit_rows)
         if (sequence := plan.sequences[index]).constraints is not None
     ]

@@ -16,6 +16,9 @@ _LESS_SLACK_S = 0.00002
 _SHORTEST_WAIT_S = 0.0001
 _MARGIN = 2.0
 """Planning is assumed to take at most this many times as long as recently."""
+_GAP_S = 0.0003
+"""The first value of `StepTiming.gap_s`."""
+_GAP_WEIGHT = 0.1
 _DECAY = 0.98
 """Per step: a slow planning is remembered for about fifty steps."""
 _NUM_REMEMBERED = 4
@@ -42,6 +45,8 @@ class StepTiming:
         self._plan_s = 0.0
         self._launch_s = 0.0
         """The longest recent CPU time of a launch, before which the device cannot begin; it decays."""
+        self.gap_s = _GAP_S
+        """From the end of a step to the launch of the next, if that is planned only then; an average."""
 
     def spare_s(self, running_s: float) -> float:
         """Seconds that the next plan can wait while the running step has run for running_s; 0 means plan now."""
@@ -56,6 +61,9 @@ class StepTiming:
         self._in_flight.append(_size(num_tokens))
         self._plan_s = max(plan_s, _DECAY * self._plan_s)
         self._slack_s = max(_MIN_SLACK_S, self._slack_s - _LESS_SLACK_S)
+
+    def note_gap(self, gap_s: float) -> None:
+        self.gap_s += _GAP_WEIGHT * (gap_s - self.gap_s)
 
     def note_late(self) -> None:
         """Note that the device was idle when a delayed plan came."""

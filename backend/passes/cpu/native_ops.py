@@ -210,17 +210,22 @@ class NativeOps:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
         rows, num_logits = self._step_rows, len(batch.logit_rows)
+        verified = () if batch.drafts is None else (batch.verified_tokens,)
         scored = () if batch.scored is None else (batch.scored.tokens,)
-        rows.num_scored = sum(map(len, scored))
+        rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
         tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
         rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
         adapters = () if batch.adapters is None else (batch.adapters,)
         rows.has_adapters = len(adapters)
-        arrays = (input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows, *scored, *adapters)
+        arrays = (
+            *(input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows),
+            *(*verified, *scored, *adapters),
+        )
         self._place_arrays(arrays)
         rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
-        rows.table_width, rows.num_logits = batch.page_table.shape[1], num_logits
+        rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
+        num_logits += rows.num_verified
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
         return _Step(num_logits, num_logits + rows.num_scored, batch.embeddings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -99,9 +99,8 @@ class CpuDecoderPass(HostSampling):
             self._model = DecoderModel(config, ops, weights, dtype, self._groups)
             for index, adapter in enumerate(adapters):
                 self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
-        self._spec = make_spec(
-            config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters
-        )
+        spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
+        self._spec = replace(spec, verifies_drafts=isinstance(ops, NativeOps))
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:

@@ -29,8 +29,8 @@ class Step:
     step_s: float = 0.0
     dropped_slots: frozenset[int] = frozenset()
     is_failed: bool = False
-    token_ids: dict[int, int] = field(default_factory=dict)
-    """Slot → the sampled token, if tokens are recorded."""
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    """Slot → the sampled tokens, if tokens are recorded."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,8 @@ class _Reader:
             case Kind.TOKENS:
                 tokens = unpack_tokens(record.body)
                 if (step := life.steps.get(tokens.step)) is not None:
-                    step.token_ids = dict(zip(tokens.slots, tokens.token_ids, strict=True))
+                    for slot, token_id in zip(tokens.slots, tokens.token_ids, strict=True):
+                        step.token_ids.setdefault(slot, []).append(token_id)
             case Kind.PROMPT:
                 is_readable = life.started is not None and life.started.protocol_version == PROTOCOL_VERSION
                 if is_readable and (complete := self._prompts.add(record.body)) is not None:

@@ -138,7 +138,7 @@ def test_tokens_are_recorded_only_if_they_may_be(with_tokens: bool) -> None:
     assert any(record.kind in SECRET_KINDS for record in records.records) == with_tokens
     in_memory = packed([11, 22, 33, 44]) in os.pread(recorded.fd, 1 << 20, 0)
     assert in_memory == with_tokens
-    tokens = [token_id for step in life.steps.values() for token_id in step.token_ids.values()]
+    tokens = [token_id for step in life.steps.values() for sampled in step.token_ids.values() for token_id in sampled]
     if with_tokens:
         assert life.prompts[1, 0].tokens == packed([5, 6, 7])
         assert life.prompts[1, 0].message.max_tokens == 6

@@ -18,7 +18,7 @@ from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_costs import GrammarMemory, GrammarMemoryFull
-from penstock.backend.structured_output.late_masks import LateMasks, fill_masks
+from penstock.backend.structured_output.late_masks import LateMasks, MaskedRow, fill_masks
 from penstock.shm.messages import Constraints, FailureCode, Finish, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER_JSON, VOCAB_SIZE, ask, compile_all, new_bench
 
@@ -101,7 +101,7 @@ def test_memory_of_a_failed_stream_is_given_back_at_once(setup: Setup) -> None:
                     late_masks._begin(constraints, (), num_tokens)
                     while constraints.awaits_mask:
                         pass
-                masks, failures, _ = fill_masks([(0, num_tokens, constraints)], VOCAB_SIZE, late_masks)
+                masks, failures, _ = fill_masks([MaskedRow(0, num_tokens, constraints, [0])], VOCAB_SIZE, late_masks)
                 if masks is not None:
                     ids = np.flatnonzero(np.unpackbits(masks.bits[0].view(np.uint8), bitorder="little")).tolist()
                     constraints.advance(rng.choice([token_id for token_id in ids if token_id != EOS]))

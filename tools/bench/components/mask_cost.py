@@ -26,7 +26,7 @@ from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_costs import BadGrammar
-from penstock.backend.structured_output.late_masks import fill_masks
+from penstock.backend.structured_output.late_masks import MaskedRow, fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from penstock.tools.bench.components.grammar_cases import CASES
 from penstock.tools.bench.components.synthetic_tokenizer import write_tokenizer
@@ -225,7 +225,7 @@ class _Measurement:
         for step, tokens in enumerate(zip(*answers, strict=False)):
             for constraints, token_id in zip(sequences, tokens, strict=True):
                 started_ns = time.thread_time_ns()
-                _, faults, _ = fill_masks([(0, step, constraints)], self._vocab_size)
+                _, faults, _ = fill_masks([MaskedRow(0, step, constraints, [0])], self._vocab_size)
                 filled_ns = time.thread_time_ns()
                 constraints.advance(token_id)
                 times.advance_us.append((time.thread_time_ns() - filled_ns) / 1000)
@@ -241,7 +241,7 @@ class _Measurement:
             num_tokens = row * len(answer) // NUM_ROWS
             for token_id in answer[:num_tokens]:
                 constraints.advance(token_id)
-            rows.append((row, num_tokens, constraints))
+            rows.append(MaskedRow(row, num_tokens, constraints, [row]))
         masks, faults, _ = fill_masks(rows, self._vocab_size)
         if masks is None or faults:
             raise BenchError(f"a grammar of the benchmark: {next(iter(faults.values()))}")

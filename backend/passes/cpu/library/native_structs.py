@@ -211,7 +211,8 @@ class StepRows(Structure):
         ("num_rows", c_int64),
         ("num_groups", c_int64),
         ("table_width", c_int64),
-        ("num_logits", c_int64),
+        ("num_logit_rows", c_int64),
+        ("num_verified", c_int64),
         ("num_scored", c_int64),
         ("has_adapters", c_int64),
     )

@@ -157,8 +157,8 @@ struct Step {
     std::vector<std::int32_t> positions;
     std::vector<i64> slot_mapping;  // [groups][tokens]: page × page_size + offset
     Work work, last_work;
-    std::vector<i64> last_tokens;  // the last tokens of the logit rows, then the scored tokens
-    i64 num_logits = 0;            // how many of them are the former
+    std::vector<i64> last_tokens;  // the last tokens of the logit rows, those to verify, and the scored tokens
+    i64 num_logits = 0;            // how many of them are not scored
     i64 num_narrowed = 0;          // how many of them the step consists of, if it is narrowed
     const std::int32_t* input_ids = nullptr;
     const float* rope = nullptr;  // [position][rope][cosines, sines]

@@ -49,29 +49,30 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
-    // page tables [num_groups][num_rows][table_width], logit rows [num_logits], scored tokens [num_scored], and adapters
-    // [num_rows] if a row has one.
+    // page tables [num_groups][num_rows][table_width], logit rows [num_logit_rows], further tokens with logits
+    // [num_verified], scored tokens [num_scored], and adapters [num_rows] if a row has one.
     const std::int32_t* arrays;
     const float* rope;
     i64 num_tokens;
     i64 num_rows;
     i64 num_groups;  // of layers with pages of their own
     i64 table_width;
-    i64 num_logits;
+    i64 num_logit_rows;
+    i64 num_verified;
     i64 num_scored;
     i64 has_adapters;
 };
 
-// Adds the scored tokens to the last ones, and tiles of those that are consecutive tokens of a row.
-inline void plan_scored(const StepRows& given, const std::int32_t* starts, const std::int32_t* tokens, i64 tile_tokens,
+// Adds ascending tokens to the last ones of the rows, and tiles of those that are consecutive tokens of a row.
+inline void plan_tokens(const std::int32_t* starts, const std::int32_t* tokens, i64 num_tokens, i64 tile_tokens,
                         Step& step, std::vector<Tile>& tiles) {
     i64 row = 0;
-    for (i64 i = 0, count; i < given.num_scored; i += count) {
+    for (i64 i = 0, count; i < num_tokens; i += count) {
         while (starts[row + 1] <= tokens[i]) ++row;
-        const i64 most = std::min({tile_tokens, given.num_scored - i, i64(starts[row + 1] - tokens[i])});
+        const i64 most = std::min({tile_tokens, num_tokens - i, i64(starts[row + 1] - tokens[i])});
         for (count = 1; count < most && tokens[i + count] == tokens[i] + count;) ++count;
+        tiles.push_back({row, tokens[i], count, step.positions[tokens[i]], i64(step.last_tokens.size())});
         step.last_tokens.insert(step.last_tokens.end(), tokens + i, tokens + i + count);
-        tiles.push_back({row, tokens[i], count, step.positions[tokens[i]], given.num_logits + i});
     }
 }
 
@@ -118,14 +119,17 @@ inline void plan_step(Engine& engine, const StepRows& given) {
             tiles.push_back({row, token, std::min(tile_tokens, length - i), contexts[row] + i, token});
         }
     }
-    for (i64 i = 0; i < given.num_logits; ++i) {
+    for (i64 i = 0; i < given.num_logit_rows; ++i) {
         const i64 row = logit_rows[i], token = starts[row + 1] - 1;
         step.last_tokens.push_back(token);
         last_tiles.push_back({row, token, 1, step.positions[token], i});
     }
-    plan_scored(given, starts, logit_rows + given.num_logits, tile_tokens, step, last_tiles);
-    plan_adapters(given, starts, logit_rows + given.num_logits + given.num_scored, step);
-    step.num_logits = given.num_logits;
+    const std::int32_t* verified = logit_rows + given.num_logit_rows;
+    plan_tokens(starts, verified, given.num_verified, tile_tokens, step, last_tiles);
+    step.num_logits = i64(step.last_tokens.size());
+    const std::int32_t* scored = verified + given.num_verified;
+    plan_tokens(starts, scored, given.num_scored, tile_tokens, step, last_tiles);
+    plan_adapters(given, starts, scored + given.num_scored, step);
     i64 num_partials = 0, num_last_partials = 0;
     step.work = split_work(engine, tiles, num_partials);
     step.last_work = split_work(engine, last_tiles, num_last_partials);

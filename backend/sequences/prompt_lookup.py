@@ -1,0 +1,117 @@
+"""Guesses the next tokens of a text: those that followed its last three tokens where these occurred before."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import chain, repeat
+
+import numpy as np
+
+_NUM_EQUAL = 3
+"""Tokens that must be equal."""
+_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
+_MAX_BITS = 16
+"""A table has at most this many bits of places: of longer texts some tokens are not found."""
+_FEW_TOKENS = 16
+"""More are indexed with numpy."""
+MAX_GUESSED = 16
+"""Tokens of a guess that can be drafted in one step."""
+_WEIGHT = 0.15
+"""Of a new token among those that say how often guesses were right."""
+
+
+class PromptLookup:
+    """An index of a growing text by three consecutive tokens. Takes 4 to 8 bytes a token, at most 256 KiB."""
+
+    __slots__ = ("_num_indexed", "_places", "_shift")
+
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: the most that the text is expected to have."""
+        num_bits = min(_MAX_BITS, num_tokens.bit_length() + 1)
+        self._shift = 32 - num_bits
+        self._places = array("i", bytes(4 << num_bits))
+        """Hash of three tokens → index of the token that followed them last; 0 for none. Tokens of one hash share a
+        place."""
+        self._num_indexed = _NUM_EQUAL
+
+    def find(self, tokens: array[int]) -> int:
+        """The index from which the text may go on again; 0 if there is none.
+
+        tokens: the text, which only grows from call to call.
+        """
+        num_tokens = len(tokens)
+        if num_tokens < _NUM_EQUAL:
+            return 0
+        if num_tokens - self._num_indexed > _FEW_TOKENS:
+            self._index(np.array(tokens[self._num_indexed - _NUM_EQUAL :], np.int32))
+        for index in range(self._num_indexed, num_tokens):
+            self._places[self._hash(tokens, index)] = index
+        self._num_indexed = max(self._num_indexed, num_tokens)
+        place = self._places[self._hash(tokens, num_tokens)]
+        return place if tokens[place - _NUM_EQUAL : place] == tokens[-_NUM_EQUAL:] else 0
+
+    def _hash(self, tokens: array[int], end: int) -> int:
+        one, two, three = _FACTORS
+        mixed = tokens[end - 3] * one + tokens[end - 2] * two + tokens[end - 1] * three
+        return (mixed & 0xFFFFFFFF) >> self._shift
+
+    def _index(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        """Index all tokens but the first three. Of several with one place the last counts."""
+        runs, count = tokens.astype(np.uint32), len(tokens) - _NUM_EQUAL
+        mixed = np.zeros(count, np.uint32)
+        for first, factor in enumerate(_FACTORS):
+            mixed += runs[first : first + count] * np.uint32(factor)
+        indices = np.arange(self._num_indexed, self._num_indexed + count, dtype=np.int32)
+        np.frombuffer(self._places, np.int32)[mixed >> np.uint32(self._shift)] = indices
+        self._num_indexed += count
+
+
+class Guesser:
+    """The guess of one sequence's next tokens, and how often its guesses come true.
+
+    A guess is followed as long as it is right. It is judged whether or not it was drafted, so that a sequence whose
+    guesses were wrong is drafted again when they become right.
+    """
+
+    __slots__ = ("_first", "_lookup", "_num_right", "_rates", "_source")
+
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: the most that the sequence will have."""
+        self._lookup = PromptLookup(num_tokens)
+        self._source = 0
+        """Index in the text from which the guess is taken; 0 if there is no guess."""
+        self._first = 0
+        """Index of the guess's first token."""
+        self._num_right = 0
+        """First tokens of the guess that came true."""
+        self._rates = [0.5, 0.5]
+        """How often the first token of a guess comes true, and how often one that follows a right one."""
+
+    def guess(self, tokens: array[int]) -> list[int]:
+        """MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow."""
+        is_right = self._source > 0
+        while is_right and self._first + self._num_right < len(tokens):
+            is_right = tokens[self._source + self._num_right] == tokens[self._first + self._num_right]
+            follows = self._num_right > 0
+            self._rates[follows] += _WEIGHT * (is_right - self._rates[follows])
+            self._num_right += is_right
+        if not is_right:
+            self._source, self._first, self._num_right = self._lookup.find(tokens), len(tokens), 0
+        return _continue_from(tokens, self._source + self._num_right) if self._source else []
+
+    def chances(self, num_tokens: int) -> list[float]:
+        """The probability of each of the guess's next num_tokens tokens, together with those before it."""
+        first, following = self._rates
+        chance, chances = 1.0, []
+        for rate in chain([following if self._num_right else first], repeat(following, num_tokens - 1)):
+            chance *= rate
+            chances.append(chance)
+        return chances
+
+
+def _continue_from(tokens: array[int], index: int) -> list[int]:
+    """MAX_GUESSED tokens from index on. A text that ends before them goes on from index again."""
+    found = tokens[index : index + MAX_GUESSED].tolist()
+    while len(found) < MAX_GUESSED:
+        found += found[: MAX_GUESSED - len(found)]
+    return found
