@@ -87,7 +87,7 @@ class ServeOptions(FrontendOptions, BackendOptions):
     continue on the others at once. Each takes memory for weights and KV cache; on the CPU they share the cores, unless
     OMP_NUM_THREADS is set. Default: one for each device of --gpu."""
 
-    offline: Annotated[bool, Parameter(negative="")] = False
+    offline: bool = False
     """Download nothing: models come from paths and from the caches that penstock list shows. HF_HUB_OFFLINE=1 in the
     environment does the same."""
 
