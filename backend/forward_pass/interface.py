@@ -71,7 +71,7 @@ class PassSpec:
     """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
     adapter_ranks: tuple[int, ...] = ()
     """The rank of each of PassOptions.adapters, which weight_bytes includes. Empty if the pass applies none."""
-    verifies_drafts: bool = False
+    verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
     alone. Never with state_bytes_per_sequence, because a state does not go back."""
 

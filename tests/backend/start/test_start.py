@@ -158,58 +158,64 @@ def test_auto_budget_shows_free_and_reserved_memory(
         assert said in shown
 
 
+_MISFITS = [
+    ("--cpu-path mmx", "--cpu-path is mmx, which this machine's architecture does not have: choose from auto"),
+    ("--kv-budget 0", "--kv-budget is 0 B; one page of 32 tokens takes 34.82 KB: raise the budget or lower"),
+    ("--kv-budget 30KB", "--kv-budget is 30.00 KB; one page of 32 tokens takes 34.82 KB: raise the budget"),
+    ("--host-kv-budget 4GB", "--host-kv-budget is 4.00 GB; the model runs on the CPU, whose KV cache is in the"),
+    ("--kv-budget 1MB --max-context 2000", "--max-context is 2000; --kv-budget 1.00 MB holds 896 tokens: raise"),
+    ("--max-context 4096", "--max-context is 4096; this model supports 1 to 2048: lower --max-context"),
+    ("--page-size 1 --kv-budget 1200", "--max-context is 2; --kv-budget 1.20 KB holds 1 tokens: raise the budget"),
+    ("--max-batch-tokens 63", "--max-batch-tokens is 63; --max-running is 64, and each running sequence takes"),
+    ("--max-running 193", "--max-batch-tokens is 192; --max-running is 193, and each running sequence takes"),
+    ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
+    ("--quantize int8 --forward-pass fake", 'is int8; forward pass "fake" has only none: use --quantize none'),
+    ("--gpu first", '--gpu is "first"; write an index such as 0'),
+    (
+        "--revision main",
+        "--revision is main; the demo model has none: give a hub id as --model, or leave --revision out",
+    ),
+    ("--forward-pass :Class", 'forward pass ":Class" cannot be imported: ValueError: Empty module name'),
+    ("--model=", "the model directory '' does not exist"),
+]
+"""Values that do not fit the model or the machine."""
+_UNREADABLE = [
+    ("--kv-budget=-1GB", 'for --kv-budget: "-1GB" is not a size; write 6GB, 512MiB or a number of bytes'),
+    ("--kv-budget some", 'for --kv-budget: "some" is not a size'),
+    ("--host-kv-budget lots", 'for --host-kv-budget: "lots" is not a size; write 6GB, 512MiB or a number of bytes'),
+    ("--max-context 1", 'Invalid value "1" for --max-context. Must be >= 2.'),
+    ("--max-context 0", "Must be >= 2."),
+    ("--page-size 0", 'Invalid value "0" for --page-size. Must be >= 1.'),
+    ("--page-size 5000", "Must be <= 4096."),
+    ("--max-running 0", 'Invalid value "0" for --max-running. Must be >= 1.'),
+    ("--max-running 5000", "Must be <= 4096."),
+    ("--max-waiting 0", 'Invalid value "0" for --max-waiting. Must be >= 1.'),
+    ("--max-batch-tokens 0", 'Invalid value "0" for --max-batch-tokens. Must be >= 1.'),
+    ("--batch-channel-capacity=-1", 'Invalid value "-1" for --batch-channel-capacity. Must be >= 0.'),
+    ("--batch-channel-capacity 17", "Must be <= 16."),
+    ("--priority-step-s=-1", 'Invalid value "-1.0" for --priority-step-s. Must be >= 0'),
+    ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
+    ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
+    (
+        "--quantize int3",
+        'Invalid value "int3" for --quantize. Choose from: "none", "int8", "int4", "int4-128", "f',
+    ),
+    ("--dtype int8", 'Invalid value "int8" for --dtype.'),
+    ("--nothing", "Unknown option: --nothing."),
+    ("--max-running", "--max-running requires an argument."),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--cpu-path mmx", "--cpu-path is mmx, which this machine's architecture does not have: choose from auto"),
-        ("--kv-budget 0", "--kv-budget is 0 B; one page of 32 tokens takes 34.82 KB: raise the budget or lower"),
-        ("--kv-budget 30KB", "--kv-budget is 30.00 KB; one page of 32 tokens takes 34.82 KB: raise the budget"),
-        ("--kv-budget=-1GB", 'for --kv-budget: "-1GB" is not a size; write 6GB, 512MiB or a number of bytes'),
-        ("--kv-budget some", 'for --kv-budget: "some" is not a size'),
-        ("--host-kv-budget 4GB", "--host-kv-budget is 4.00 GB; the model runs on the CPU, whose KV cache is in the"),
-        ("--host-kv-budget lots", 'for --host-kv-budget: "lots" is not a size; write 6GB, 512MiB or a number of bytes'),
-        ("--kv-budget 1MB --max-context 2000", "--max-context is 2000; --kv-budget 1.00 MB holds 896 tokens: raise"),
-        ("--max-context 4096", "--max-context is 4096; this model supports 1 to 2048: lower --max-context"),
-        ("--max-context 1", 'Invalid value "1" for --max-context. Must be >= 2.'),
-        ("--max-context 0", "Must be >= 2."),
-        ("--page-size 0", 'Invalid value "0" for --page-size. Must be >= 1.'),
-        ("--page-size 5000", "Must be <= 4096."),
-        ("--page-size 1 --kv-budget 1200", "--max-context is 2; --kv-budget 1.20 KB holds 1 tokens: raise the budget"),
-        ("--max-running 0", 'Invalid value "0" for --max-running. Must be >= 1.'),
-        ("--max-running 5000", "Must be <= 4096."),
-        ("--max-waiting 0", 'Invalid value "0" for --max-waiting. Must be >= 1.'),
-        ("--max-batch-tokens 0", 'Invalid value "0" for --max-batch-tokens. Must be >= 1.'),
-        ("--max-batch-tokens 63", "--max-batch-tokens is 63; --max-running is 64, and each running sequence takes"),
-        ("--max-running 193", "--max-batch-tokens is 192; --max-running is 193, and each running sequence takes"),
-        ("--batch-channel-capacity=-1", 'Invalid value "-1" for --batch-channel-capacity. Must be >= 0.'),
-        ("--batch-channel-capacity 17", "Must be <= 16."),
-        ("--priority-step-s=-1", 'Invalid value "-1.0" for --priority-step-s. Must be >= 0'),
-        ("--priority-step-s nan", 'Invalid value "nan" for --priority-step-s'),
-        ("--kv-dtype int3", 'Invalid value "int3" for --kv-dtype. Choose from: "auto"'),
-        ("--kv-dtype q8_0 --forward-pass fake", "--kv-dtype is q8_0; this forward pass has fp32: use one of these"),
-        (
-            "--quantize int3",
-            'Invalid value "int3" for --quantize. Choose from: "none", "int8", "int4", "int4-128", "f',
-        ),
-        ("--quantize int8 --forward-pass fake", 'is int8; forward pass "fake" has only none: use --quantize none'),
-        ("--dtype int8", 'Invalid value "int8" for --dtype.'),
-        ("--gpu first", '--gpu is "first"; write an index such as 0'),
-        (
-            "--revision main",
-            "--revision is main; the demo model has none: give a hub id as --model, or leave --revision out",
-        ),
-        ("--forward-pass :Class", 'forward pass ":Class" cannot be imported: ValueError: Empty module name'),
-        ("--model=", "the model directory '' does not exist"),
-        ("--nothing", "Unknown option: --nothing."),
-        ("--max-running", "--max-running requires an argument."),
-    ],
+    ("arguments", "said", "status"),
+    [*((*case, 1) for case in _MISFITS), *((*case, 2) for case in _UNREADABLE)],
 )
 @pytest.mark.parametrize("dry", [True, False])
 def test_invalid_option_prints_one_line_and_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str, dry: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str, status: int, dry: bool
 ) -> None:
     words = ("--dry-run",) if dry else ("--socket", str(tmp_path / "s" / "backend.sock"))
-    assert run(*words, *arguments.split()) == 2
+    assert run(*words, *arguments.split()) == status
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()
     assert line.startswith("backend: ")

@@ -188,8 +188,8 @@ class RemoteKernels:
     def _plan(self, engine: int, rows: Any) -> None:
         """The arrays stay with the driver until the next plan: the kernels keep their addresses."""
         own, state = rows._obj, self._engines[engine]
-        state.num_tokens, state.num_logits, state.is_narrowed = own.num_tokens, own.num_logits, False
-        state.num_last = own.num_logits + own.num_scored
+        state.num_tokens, state.num_logits = own.num_tokens, own.num_logit_rows + own.num_verified
+        state.num_last, state.is_narrowed = state.num_logits + own.num_scored, False
         num_pages = own.num_groups * own.num_rows * own.table_width
         sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, num_pages, state.num_last)
         input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
