@@ -87,13 +87,18 @@ class Repetitions:
 
 
 def _match_lengths(tokens: NDArray[np.int32], limit: int) -> NDArray[np.int64]:
-    """Return [n - 1]: how many tokens up to each one, itself included, equal those at the end; at most limit."""
-    lengths = np.zeros(len(tokens) - 1, np.int64)
-    matching = np.arange(len(tokens) - 1)
-    for back in range(limit):
-        matching = matching[matching >= back]
-        matching = matching[tokens[matching - back] == tokens[-1 - back]]
-        if not len(matching):
-            break
-        lengths[matching] = back + 1
-    return lengths
+    """Return [n - 1]: how many tokens up to each one, itself included, equal those at the end; at most limit.
+
+    Linear: the Z algorithm over the tokens from the end.
+    """
+    text = tokens[::-1].tolist()
+    lengths = [0] * len(text)
+    begin = end = 0
+    for index in range(1, len(text)):
+        length = min(lengths[index - begin], end - index) if index < end else 0
+        while index + length < len(text) and text[length] == text[index + length]:
+            length += 1
+        lengths[index] = length
+        if index + length > end:
+            begin, end = index, index + length
+    return np.minimum(np.array(lengths[:0:-1], np.int64), limit)

@@ -195,7 +195,7 @@ def fill_masks(rows: list[MaskedRow], vocab_size: int, late_masks: LateMasks | N
         filled.append(positions[0])
         fork = constraints.fork() if drafts and not constraints.is_late else None
         for draft, position in zip(drafts, positions[1:], strict=True):
-            if fork is None or not _fill_next(bits[len(filled) - 1 :], draft, fork):
+            if fork is None or fork.is_late or not _fill_next(bits[len(filled) - 1 :], draft, fork):
                 break
             filled.append(position)
     order = np.argsort(filled)

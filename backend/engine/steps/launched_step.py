@@ -97,6 +97,7 @@ class LaunchedStep:
         stops, accepted = [], dict[int, list[int]]()
         for place, (index, token_id) in enumerate(zip(plan.logit_rows, token_ids, strict=True)):
             sequence = plan.sequences[index]
+            stop_ids = sequence.common_stop_ids  # once: another thread may replace it when a request joins
             if place in self.late:
                 token_ids[place] = NOT_FINITE
                 continue
@@ -104,12 +105,12 @@ class LaunchedStep:
                 token_id = token_ids[place] = NOT_FINITE
             elif drafts := plan.drafts.get(sequence):
                 sampled = [*drafts[: output.num_accepted[place]], token_id]
-                ends = (n for n, token in enumerate(sampled) if token in sequence.common_stop_ids)
+                ends = (n for n, token in enumerate(sampled) if token in stop_ids)
                 *accepted[index], token_id = sampled[: next(ends, len(sampled)) + 1]
                 token_ids[place] = token_id
             if sequence.constraints is not None and token_id != NOT_FINITE:
                 self._advance(sequence.constraints, [*accepted.get(index, ()), token_id])
-            if token_id == NOT_FINITE or token_id in sequence.common_stop_ids:
+            if token_id == NOT_FINITE or token_id in stop_ids:
                 _stop(sequence, plan.generations[index])
                 stops.append(index)
         num_scored = 0 if output.scored is None else len(output.scored.chosen)
