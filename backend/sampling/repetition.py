@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,28 +22,53 @@ _MAX_PENALTY = 1e30
 _LARGEST_LOG = math.log(float(np.finfo(np.float32).max))
 
 
-class Repetitions:
-    """One slot's DRY: the tokens of its sequence by position, and the breakers, in arrays that kernels read too.
+class Breakers(NamedTuple):
+    """Runs of tokens that no repetition extends over, in arrays that kernels read too."""
 
-    A breaker is a run of tokens that no repetition extends over; an embedding of the prompt is one as well.
-    """
+    heads: NDArray[np.int32]
+    """The first token of each run, ascending; of equal ones the shortest run first."""
+    tail_starts: NDArray[np.int64]
+    tail_tokens: NDArray[np.int32]
+    """The other tokens of all runs: those of run b are [tail_starts[b], tail_starts[b + 1])."""
+    is_head: NDArray[np.bool_]
+    """[V, rounded up to 32]"""
+    heads_mask: NDArray[np.uint8]
+    """The same, a bit a token."""
+
+    def tails_of(self, head: int) -> list[tuple[int, ...]]:
+        """The other tokens of the runs that begin with head, the shortest first."""
+        first, end = np.searchsorted(self.heads, [head, head + 1]).tolist()
+        starts = self.tail_starts[first : end + 1].tolist()
+        return [tuple(self.tail_tokens[a:b].tolist()) for a, b in itertools.pairwise(starts)]
+
+
+@lru_cache(maxsize=16)
+def read_breakers(dry_breakers: bytes, vocab_size: int) -> Breakers:
+    """From `SamplingParams.dry_breakers`. Cached: reading thousands takes milliseconds, for each new slot."""
+    flat = np.frombuffer(dry_breakers, np.int32)
+    runs = sorted(
+        (tuple(run[:-1].tolist()) for run in np.split(flat, np.flatnonzero(flat == _END) + 1) if len(run) > 1),
+        key=lambda run: (run[0], len(run)),
+    )
+    heads = np.array([run[0] for run in runs], np.int32)
+    is_head = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    is_head[heads] = True
+    return Breakers(
+        heads,
+        np.cumsum([0, *(len(run) - 1 for run in runs)], dtype=np.int64),
+        np.array([token for run in runs for token in run[1:]], np.int32),
+        is_head,
+        np.packbits(is_head, bitorder="little"),
+    )
+
+
+class Repetitions:
+    """One slot's DRY: the tokens of its sequence by position, and the breakers. An embedding in the prompt is one too."""
 
     def __init__(self, params: SamplingParams, token_ids: NDArray[np.int32], vocab_size: int) -> None:
         self._params = params
         self.tokens = np.concatenate([token_ids, np.empty(_SPARE_TOKENS, np.int32)])
-        flat = np.frombuffer(params.dry_breakers, np.int32)
-        ends = np.flatnonzero(flat == _END)
-        runs = sorted(
-            (tuple(run[:-1].tolist()) for run in np.split(flat, ends + 1) if len(run) > 1),
-            key=lambda run: (run[0], len(run)),
-        )
-        self.heads = np.array([run[0] for run in runs], np.int32)
-        """Ascending; of equal ones the shortest breaker first."""
-        self.tail_starts = np.cumsum([0, *(len(run) - 1 for run in runs)], dtype=np.int64)
-        self.tail_tokens = np.array([token for run in runs for token in run[1:]], np.int32)
-        self._is_head = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-        self._is_head[self.heads] = True
-        self.heads_mask = np.packbits(self._is_head, bitorder="little")
+        self.breakers = read_breakers(params.dry_breakers, vocab_size)
         self.window = params.dry_penalty_last_n if params.dry_penalty_last_n >= 0 else 1 << 62
 
     def make_room(self, position: int) -> bool:
@@ -65,22 +92,16 @@ class Repetitions:
         np.maximum.at(longest, places, lengths[continuing])
         highest = int(_LARGEST_LOG / math.log(params.dry_base)) if params.dry_base > 1.000001 else 1 << 62
         for token, length in zip(ids.tolist(), longest.tolist(), strict=True):
-            if () not in self._tails_of(token):
+            if () not in self.breakers.tails_of(token):
                 power = min(length - params.dry_allowed_length, highest)
                 logits[token] -= np.float32(min(params.dry_multiplier * params.dry_base**power, _MAX_PENALTY))
 
-    def _tails_of(self, head: int) -> list[tuple[int, ...]]:
-        """The other tokens of the breakers that begin with head, the shortest first."""
-        first, end = np.searchsorted(self.heads, [head, head + 1]).tolist()
-        starts = self.tail_starts.tolist()
-        return [tuple(self.tail_tokens[starts[b] : starts[b + 1]].tolist()) for b in range(first, end)]
-
     def _length_since_breaker(self, tokens: NDArray[np.int32]) -> int:
         """How many of the last tokens lie behind the last breaker."""
-        for index in np.flatnonzero((tokens < 0) | self._is_head[tokens])[::-1].tolist():
+        for index in np.flatnonzero((tokens < 0) | self.breakers.is_head[tokens])[::-1].tolist():
             if tokens[index] < 0:
                 return len(tokens) - 1 - int(index)
-            for tail in reversed(self._tails_of(int(tokens[index]))):
+            for tail in reversed(self.breakers.tails_of(int(tokens[index]))):
                 if tuple(tokens[index + 1 : index + 1 + len(tail)].tolist()) == tail:
                     return len(tokens) - 1 - int(index) - len(tail)
         return len(tokens)

@@ -214,13 +214,14 @@ class NativeSampler:
 
 def _dry_settings(params: SamplingParams, repetitions: Repetitions) -> DrySettings:
     """It points into the arrays of repetitions."""
+    breakers = repetitions.breakers
     return DrySettings(
         tokens=repetitions.tokens.ctypes.data,
-        heads_mask=repetitions.heads_mask.ctypes.data,
-        heads=repetitions.heads.ctypes.data,
-        tails=repetitions.tail_starts.ctypes.data,
-        tail_tokens=repetitions.tail_tokens.ctypes.data,
-        num_breakers=len(repetitions.heads),
+        heads_mask=breakers.heads_mask.ctypes.data,
+        heads=breakers.heads.ctypes.data,
+        tails=breakers.tail_starts.ctypes.data,
+        tail_tokens=breakers.tail_tokens.ctypes.data,
+        num_breakers=len(breakers.heads),
         window=repetitions.window,
         allowed_length=params.dry_allowed_length,
         multiplier=params.dry_multiplier,
