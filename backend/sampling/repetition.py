@@ -63,7 +63,7 @@ def read_breakers(dry_breakers: bytes, vocab_size: int) -> Breakers:
 
 
 class Repetitions:
-    """One slot's DRY: the tokens of its sequence by position, and the breakers. An embedding in the prompt is one too."""
+    """One slot's DRY: the tokens of its sequence by position, and the breakers. An embedding in a prompt is one too."""
 
     def __init__(self, params: SamplingParams, token_ids: NDArray[np.int32], vocab_size: int) -> None:
         self._params = params
