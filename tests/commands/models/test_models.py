@@ -105,8 +105,11 @@ def test_a_file_means_one_model_however_it_is_named(tmp_path: Path, capsys: pyte
     for source in ("org/M-GGUF:m-q4_k_m.GGUF", "https://hf.co/org/M-GGUF/blob/main/M-Q4_K_M.gguf", str(link)):
         record.write(RunningServer(os.getpid(), "http://127.0.0.1:1", ("m",), (source,), time.time()))
         assert "org/M-GGUF:Q4_K_M is served now" in run(capsys, "rm", "org/M-GGUF:Q4_K_M", status=1)[1]
+    record.write(RunningServer(os.getpid(), "http://127.0.0.1:1", ("m",), ("org/whole:Q4_0",), time.time()))
+    assert "org/whole is served now" in run(capsys, "rm", "org/whole", status=1)[1]
     record.remove()
-    assert "is not here" in run(capsys, "rm", str(tmp_path), status=1)[1]
+    for name in (str(tmp_path), "pypi", "org/whole:Q4_0"):
+        assert "is not here" in run(capsys, "rm", name, status=1)[1]
     assert run(capsys, "rm", str(link))[0] == ["removed org/M-GGUF:Q4_K_M, 2.00 KB"]
     assert run(capsys, "rm", "org/M-GGUF:M-Q8_0.gguf")[0] == ["removed org/M-GGUF:Q8_0, 4.00 KB"]
 

