@@ -66,8 +66,10 @@ def _names_it(name: str, model: StoredModel, *, is_part_enough: bool = False) ->
     if isinstance(parsed, Path):
         if not parsed.resolve().is_relative_to(model.path.resolve()):
             return False
+        if not model.files:
+            return is_part_enough or parsed.is_dir() or model.format.startswith("GGUF")
         paths = (parsed.absolute(), parsed.resolve())  # a link among the files, and the blob that it leads to
-        return not model.files or any(file.is_relative_to(path) for file in model.files for path in paths)
+        return any(file.is_relative_to(path) for file in model.files for path in paths)
     own, given = model.name.casefold(), str(parsed).casefold()
     if not isinstance(parsed, HubName):
         return own == given or own.startswith(f"{given}==")

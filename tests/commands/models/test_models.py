@@ -108,7 +108,8 @@ def test_a_file_means_one_model_however_it_is_named(tmp_path: Path, capsys: pyte
     record.write(RunningServer(os.getpid(), "http://127.0.0.1:1", ("m",), ("org/whole:Q4_0",), time.time()))
     assert "org/whole is served now" in run(capsys, "rm", "org/whole", status=1)[1]
     record.remove()
-    for name in (str(tmp_path), "pypi", "org/whole:Q4_0"):
+    (config,) = (tmp_path / "hub" / "models--org--whole").glob("snapshots/*/config.json")
+    for name in (str(tmp_path), str(config), "pypi", "org/whole:Q4_0"):
         assert "is not here" in run(capsys, "rm", name, status=1)[1]
     assert run(capsys, "rm", str(link))[0] == ["removed org/M-GGUF:Q4_K_M, 2.00 KB"]
     assert run(capsys, "rm", "org/M-GGUF:M-Q8_0.gguf")[0] == ["removed org/M-GGUF:Q8_0, 4.00 KB"]
