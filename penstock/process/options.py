@@ -7,10 +7,12 @@ import difflib
 import os
 import re
 import sys
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 from cyclopts import App, CycloptsError, Group, Parameter
-from cyclopts.config import Env, Toml
+from cyclopts.config import Dict, Env
 from cyclopts.help.formatters import DefaultFormatter
 
 from penstock.process.failure import USAGE_STATUS, fail
@@ -127,10 +129,14 @@ def _read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCo
     """Set the options that neither the command line nor the environment sets."""
     found = [argument for argument in arguments if argument.name == _CONFIG_OPTION and argument.tokens]
     for path in [argument.tokens[-1].value for argument in found]:
+        file = Path(path).expanduser().absolute()
         try:
-            Toml(path, must_exist=True, use_commands_as_keys=False)(app, commands, arguments)
+            content = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise CycloptsError(msg=f"{_CONFIG_OPTION} {path} cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise CycloptsError(msg=f"{_CONFIG_OPTION} {path} is not TOML: {error}") from None
+        Dict(content, source=str(file), use_commands_as_keys=False)(app, commands, arguments)
 
 
 def unknown_variables(apps: Iterable[App]) -> list[str]:

@@ -142,10 +142,13 @@ def test_command_line_comes_before_environment_before_file(
     path.write_text("max-contxt = 100")
     line = one_line(capsys, "serve", "--config", str(path), status=2)
     assert line == f'penstock: Unknown option: "[max-contxt]" from {path}. Did you mean --max-context?'
-    path.write_text("max-context = ")
-    assert "Invalid value" in one_line(capsys, "serve", "--config", str(path), status=2)
-    line = one_line(capsys, "serve", "--config", "/nowhere.toml", status=2)
-    assert line == "penstock: --config /nowhere.toml cannot be read: No such file or directory"
+    for content in (b"max-context = ", b"\xff"):
+        path.write_bytes(content)
+        line = one_line(capsys, "serve", "--config", str(path), status=2)
+        assert line.startswith(f"penstock: --config {path} is not TOML: ")
+    for unreadable, reason in (("/nowhere.toml", "No such file or directory"), (str(tmp_path), "Is a directory")):
+        line = one_line(capsys, "serve", "--config", unreadable, status=2)
+        assert line == f"penstock: --config {unreadable} cannot be read: {reason}"
 
 
 def test_variable_that_no_option_reads_is_named(

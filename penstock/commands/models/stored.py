@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.sources.gguf_files import find_gguf_models
+from penstock.backend.checkpoint.sources.gguf_files import GgufModel, find_gguf_models
 from penstock.backend.checkpoint.sources.package_index import packages_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.model_names import PACKAGE_PREFIX, HubName, parse_model_name
@@ -16,7 +16,7 @@ from penstock.process.cache_directory import num_bytes_on_disk
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from huggingface_hub import CachedRepoInfo, CachedRevisionInfo
+    from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo
 
     from penstock.shm.recording.running_servers import RunningServer
 
@@ -31,10 +31,14 @@ class StoredModel:
     format: str
     path: Path
     files: tuple[Path, ...] = field(default=(), repr=False)
-    """Links and blobs of a GGUF file among others; empty if the model is all of path."""
+    """Links and blobs of a GGUF file among others, in all revisions; empty if the model is all of path."""
+    gguf: GgufModel | None = field(default=None, repr=False)
+    """Set where files is."""
 
     def is_served(self, servers: Iterable[RunningServer]) -> bool:
-        return any(_names_it(source, self) for server in servers for source in server.sources)
+        # Of a repository that is one model, such as one with safetensors, a server may have a GGUF file.
+        sources = [source for server in servers for source in server.sources]
+        return any(_names_it(source, self, is_part_enough=self.gguf is None) for source in sources)
 
     def remove(self) -> None:
         """Raises OSError."""
@@ -54,16 +58,24 @@ def find_stored(name: str) -> list[StoredModel]:
     return [model for model in stored_models() if _names_it(name, model)]
 
 
-def _names_it(name: str, model: StoredModel) -> bool:
+def _names_it(name: str, model: StoredModel, *, is_part_enough: bool = False) -> bool:
     try:
         parsed = parse_model_name(name)
     except StartupError:
         return False
     if isinstance(parsed, Path):
-        return parsed.resolve().is_relative_to(model.path.resolve())
+        if not parsed.resolve().is_relative_to(model.path.resolve()):
+            return False
+        if not model.files:
+            return is_part_enough or parsed.is_dir() or model.format.startswith("GGUF")
+        paths = (parsed.absolute(), parsed.resolve())  # a link among the files, and the blob that it leads to
+        return any(file.is_relative_to(path) for file in model.files for path in paths)
     own, given = model.name.casefold(), str(parsed).casefold()
-    is_whole = not isinstance(parsed, HubName) or parsed.tag is None
-    return own == given or (is_whole and own.startswith((f"{given}:", f"{given}==")))
+    if not isinstance(parsed, HubName):
+        return own == given or own.startswith(f"{given}==")
+    if own.startswith(PACKAGE_PREFIX) or own.partition(":")[0] != parsed.repository.casefold():
+        return False
+    return parsed.tag is None or is_part_enough or (model.gguf is not None and model.gguf.is_named(parsed.tag))
 
 
 def _of_hub() -> Iterator[StoredModel]:
@@ -75,22 +87,39 @@ def _of_hub() -> Iterator[StoredModel]:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type == "model" and repository.revisions:
-            newest = max(repository.revisions, key=lambda revision: revision.last_modified)
+            # A revision that rm has emptied was modified last.
+            newest = max(repository.revisions, key=lambda revision: (bool(revision.files), revision.last_modified))
             yield from _of_repository(repository, newest)
 
 
 def _of_repository(repository: CachedRepoInfo, revision: CachedRevisionInfo) -> Iterator[StoredModel]:
-    files = {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
+    files = _by_name(revision)
     ggufs = find_gguf_models({name: file.size_on_disk for name, file in files.items()})
     if any(name.endswith(".safetensors") for name in files) or not ggufs:
         format_ = "safetensors" if any(name.endswith(".safetensors") for name in files) else "no weights"
         yield StoredModel(repository.repo_id, repository.size_on_disk, format_, repository.repo_path)
         return
     for model in ggufs:
-        paths = tuple(path for name in model.files for path in (files[name].file_path, files[name].blob_path))
+        others = {file.blob_path for name, file in files.items() if name not in model.files}
         tag = model.quantization or model.files[0]
         name = f"{repository.repo_id}:{tag}"
-        yield StoredModel(name, model.num_bytes, f"GGUF {model.quantization}".strip(), repository.repo_path, paths)
+        format_ = f"GGUF {model.quantization}".strip()
+        paths = _links_and_blobs(repository, model, others)
+        yield StoredModel(name, model.num_bytes, format_, repository.repo_path, paths, model)
+
+
+def _links_and_blobs(repository: CachedRepoInfo, model: GgufModel, kept: set[Path]) -> tuple[Path, ...]:
+    """The model's files in all revisions, and every link to their blobs: huggingface_hub hides a repository with a
+    link that leads nowhere. Blobs in kept stay.
+    """
+    files = [entry for revision in repository.revisions for entry in _by_name(revision).items()]
+    blobs = {file.blob_path for name, file in files if name in model.files} - kept
+    links = {file.file_path for name, file in files if name in model.files or file.blob_path in blobs}
+    return (*links, *blobs)
+
+
+def _by_name(revision: CachedRevisionInfo) -> dict[str, CachedFileInfo]:
+    return {str(file.file_path.relative_to(revision.snapshot_path)): file for file in revision.files}
 
 
 def _of_packages() -> Iterator[StoredModel]:

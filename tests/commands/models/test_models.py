@@ -97,6 +97,38 @@ def test_removed_models_leave_nothing_behind(
     assert "org/M-GGUF is not here" in run(capsys, "rm", "org/M-GGUF", status=1)[1]
 
 
+@pytest.mark.usefixtures("stored")
+def test_a_file_means_one_model_however_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshots = tmp_path / "hub" / "models--org--M-GGUF" / "snapshots"
+    (link,) = snapshots.glob("*/M-Q4_K_M.gguf")
+    record = ServerRecord.of_this_process()
+    for source in ("org/M-GGUF:m-q4_k_m.GGUF", "https://hf.co/org/M-GGUF/blob/main/M-Q4_K_M.gguf", str(link)):
+        record.write(RunningServer(os.getpid(), "http://127.0.0.1:1", ("m",), (source,), time.time()))
+        assert "org/M-GGUF:Q4_K_M is served now" in run(capsys, "rm", "org/M-GGUF:Q4_K_M", status=1)[1]
+    record.write(RunningServer(os.getpid(), "http://127.0.0.1:1", ("m",), ("org/whole:Q4_0",), time.time()))
+    assert "org/whole is served now" in run(capsys, "rm", "org/whole", status=1)[1]
+    record.remove()
+    (config,) = (tmp_path / "hub" / "models--org--whole").glob("snapshots/*/config.json")
+    for name in (str(tmp_path), str(config), "pypi", "org/whole:Q4_0"):
+        assert "is not here" in run(capsys, "rm", name, status=1)[1]
+    assert run(capsys, "rm", str(link))[0] == ["removed org/M-GGUF:Q4_K_M, 2.00 KB"]
+    assert run(capsys, "rm", "org/M-GGUF:M-Q8_0.gguf")[0] == ["removed org/M-GGUF:Q8_0, 4.00 KB"]
+
+
+@pytest.mark.usefixtures("stored")
+def test_removed_model_leaves_no_link_in_older_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = tmp_path / "hub" / "models--org--M-GGUF"
+    (newest,) = (repository / "snapshots").iterdir()
+    older = repository / "snapshots" / ("0" * 40)
+    older.mkdir()
+    for name in ("M-Q8_0.gguf", "before.gguf"):
+        (older / name).symlink_to((newest / "M-Q8_0.gguf").readlink())
+    assert run(capsys, "rm", "org/M-GGUF:Q8_0")[0] == ["removed org/M-GGUF:Q8_0, 4.00 KB"]
+    assert not list(older.iterdir())
+    assert [path.stat().st_size for path in (repository / "blobs").iterdir()] == [2000]
+    assert any("org/M-GGUF:Q4_K_M" in line for line in run(capsys, "list")[0])
+
+
 def test_record_of_a_server_that_was_killed_is_removed(hub: LocalHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert hub.url
     record = ServerRecord.of_this_process()

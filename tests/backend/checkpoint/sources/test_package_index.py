@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -46,7 +47,14 @@ def zipped(files: dict[str, bytes]) -> bytes:
     return content.getvalue()
 
 
-def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path) -> None:
+def patched(offset: int, value: int) -> bytes:
+    """An archive of a model, with another byte at an offset of a member's header."""
+    content = bytearray(zipped({"M.gguf": b"weights"}))
+    content[offset] = content[content.index(b"PK\1\2") + offset + 2] = value
+    return bytes(content)
+
+
+def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_wheel(
         folder, {"tiny_model/M-Q8_0.gguf": b"8", "tiny_model/M-Q4_K_M.gguf": b"4", "tiny_model/__init__.py": b"1 / 0"}
     )
@@ -54,6 +62,7 @@ def test_gguf_in_a_wheel_is_downloaded_once(folder: Path, tmp_path: Path) -> Non
     assert (path.name, path.read_bytes()) == ("M-Q4_K_M.gguf", b"4")
     for wheel in folder.iterdir():
         wheel.unlink()
+    monkeypatch.setattr("os.utime", mock.Mock(side_effect=PermissionError))  # the cache is another user's
     assert package_model(NAME, tmp_path / "cache") == path
     assert package_model(PackageName("tiny-model"), tmp_path / "cache") == path
     assert [entry.name for entry in (tmp_path / "cache").iterdir() if not entry.name.startswith(".")] == [
@@ -80,6 +89,9 @@ def test_directory_in_an_archive_in_a_wheel_is_a_model(folder: Path, tmp_path: P
             r"contains the file 'a/\.\./\.\./\.\./escaped', which leads outside",
         ),
         ({"model.zip": b"no archive"}, "cannot be loaded: File is not a zip file"),
+        ({"a.zip": zipped({"b.zip": zipped({"M.gguf": b""})})}, "contains no model"),
+        ({"a.zip": patched(8, 99)}, "cannot be loaded: .*compression"),
+        ({"a.zip": patched(6, 1)}, "cannot be loaded: .*encrypted"),
     ],
 )
 def test_wheel_without_a_usable_model_is_refused(
@@ -97,8 +109,18 @@ def test_another_wheel_than_the_published_one_is_refused(
 ) -> None:
     put_wheel(folder, {"M.gguf": b""})
     monkeypatch.setitem(PINNED_PACKAGES, NAME, PinnedPackage("Tiny", 1, "0" * 64))
-    with pytest.raises(StartupError, match=r"has the SHA-256 \w{64}, not 0{64}: it is not the published file"):
-        package_model(NAME, tmp_path / "cache")
+    for name in (NAME, PackageName("tiny-model")):
+        with pytest.raises(StartupError, match=r"has the SHA-256 \w{64}, not 0{64}: it is not the published file"):
+            package_model(name, tmp_path / "cache")
+
+
+def test_what_a_killed_process_left_is_removed_and_another_package_is_not_taken(folder: Path, tmp_path: Path) -> None:
+    put_wheel(folder, {"./m//config.json": b"{}"})
+    cache = tmp_path / "cache"
+    for left in (".left/content", "tiny-model-2-other-1.0"):
+        (cache / left).mkdir(parents=True)
+    assert package_model(PackageName("tiny-model"), cache) == cache / "tiny-model-1.0"
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "tiny-model-1.0", "tiny-model-2-other-1.0"]
 
 
 def test_sources_are_never_built(folder: Path, tmp_path: Path) -> None:
