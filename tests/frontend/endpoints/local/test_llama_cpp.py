@@ -106,6 +106,13 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
         ("/completion", {}, 400, "invalid_request_error", "prompt: required"),
         ("/completion", {"prompt": "x", "top_p": 2}, 400, "invalid_request_error", "top_p: "),
         ("/completion", {"prompt": "x" * 2000}, 400, "exceed_context_size_error", "prompt: "),
+        (
+            "/completion",
+            {"prompt": ["a"] * 128, "n": 16},
+            400,
+            "invalid_request_error",
+            "prompt: prompts × n_cmpl is 2048; the limit is 128",
+        ),
         ("/completion", {"prompt": [9999]}, 400, "invalid_request_error", "prompt: token id 9999"),
         (
             "/completion",
