@@ -8,7 +8,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,7 +21,9 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("penstock.tokenizer")
 
@@ -117,12 +119,15 @@ class ModelTokenizer:
         add_special_tokens is for plain prompts; chat templates write their own special tokens. mark is the mark of
         texts that are marked.
         """
+        return await self._run_sized(texts, partial(self._encode, texts, add_special_tokens, mark))
+
+    async def _run_sized(self, texts: Iterable[str], work: Callable[[], Result]) -> Result:
+        """Do the work on these texts; in a thread if they are long."""
         num_characters = sum(map(len, texts))
         if num_characters <= _INLINE_CHARACTERS:
-            return self._encode(texts, add_special_tokens, mark)
+            return work()
         executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens, mark)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def _encode(self, texts: list[str], add_special_tokens: bool, mark: str = "") -> list[list[int]]:
         # encode() holds the GIL; the batch call releases it.
@@ -155,23 +160,25 @@ class ModelTokenizer:
             self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
         return self._breaker_search.find(texts)
 
-    async def encode_as_text(self, texts: list[str], spellings: Spellings) -> list[list[int]]:
-        """Return the token ids of texts in which no token is spelled. Special tokens are not added."""
-        marked, mark = spellings.mark_texts(texts)
-        return await self.encode(marked, add_special_tokens=False, mark=mark)
+    async def encode_as_text(
+        self, texts: list[str], spellings: Spellings, *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Return the token ids of texts in which no token is spelled. Raises ApiError."""
+
+        def work() -> list[list[int]]:
+            marked, mark = spellings.mark_texts(texts)
+            return self._encode(marked, add_special_tokens, mark)
+
+        return await self._run_sized(texts, work)
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool
     ) -> list[EncodedInput]:
         """Return the tokens of texts and pairs of texts by the tokenizer's own template."""
         texts = [text for item in items for text in ((item,) if isinstance(item, str) else item)]
-        num_characters = sum(map(len, texts))
-        encode = partial(self._inputs.encode, add_special_tokens=add_special_tokens)
+        encode = partial(self._inputs.encode, items, truncation, add_special_tokens=add_special_tokens)
         with _splitting(texts):
-            if num_characters <= _INLINE_CHARACTERS:
-                return encode(items, truncation)
-            executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
-            return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
+            return await self._run_sized(texts, encode)
 
     def located_tokens(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, str, int | None, int | None]]:
         """Return each token's id, its part of the text, and the start and end of that part in characters.

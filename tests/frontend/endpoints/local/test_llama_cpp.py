@@ -159,6 +159,8 @@ async def test_special_tokens_are_plaintext_if_the_client_says_so(connection: Cl
     plain = (await connection.post("/tokenize", {**body, "parse_special": False})).json()["tokens"]
     assert END_TOKEN not in plain
     assert (await connection.post("/detokenize", {"tokens": plain})).json()["content"] == "a<|end|>"
+    refused = (await connection.post("/tokenize", {"content": "x" * 100_000, "parse_special": False})).json()["error"]
+    assert refused["message"].startswith("content: at least ")
 
 
 async def test_progress_of_a_completion_is_in_openais_stream_too(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from penstock.frontend.endpoints.ollama.chat import _messages
+from penstock.frontend.schemas.ollama import OllamaFunctionCall, OllamaMessage, OllamaToolCall
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.harness import (
     END_TOKEN,
@@ -137,6 +139,17 @@ async def test_tool_calls_are_objects_and_their_results_find_them() -> None:
         assert keeper.current is not None
         assert "Result of look:\nseen" in keeper.current.tokenizer.decode(list(backend.last.token_ids))  # type: ignore[arg-type]
     await connection.end()
+
+
+def test_results_take_the_call_that_they_name_else_the_oldest_open_one() -> None:
+    named = [("a", "look"), ("b", "read"), ("c", "look"), ("d", "read")]
+    calls = [OllamaToolCall(OllamaFunctionCall(name), id) for id, name in named]
+    given = [OllamaMessage("assistant", tool_calls=calls)]
+    wanted: list[dict[str, str]] = [{"tool_call_id": "c"}, {"tool_name": "read"}, {"tool_name": "look"}, {}, {}]
+    given += [OllamaMessage("tool", "seen", **fields) for fields in wanted]
+    results = [message for message in _messages(given) if message.role == "tool"]
+    assert [result.tool_call_id for result in results] == ["c", "b", "a", "d", ""]
+    assert [result.name for result in results] == ["look", "read", "look", "read", None]
 
 
 @pytest.mark.parametrize(
