@@ -129,6 +129,8 @@ class NativeBody(GenerationBody, kw_only=True):
 
 UNSUPPORTED_NATIVE = ("prompt_logprobs", "stream_options")
 """Fields of other endpoints for which llama.cpp's answers have no place."""
+UNSUPPORTED_INFILL = (*UNSUPPORTED_NATIVE, "truncate_prompt_tokens")
+"""A cut at either end would lose the tokens around the gap."""
 
 Segments = list[str | TokenId]
 

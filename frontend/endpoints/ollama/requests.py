@@ -13,7 +13,7 @@ from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.formats.ollama import OllamaFormat, without_answer
 from penstock.frontend.generation.models.model_table import names_of
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.ollama import OllamaBody
+from penstock.frontend.schemas.ollama import OllamaBody, OllamaOptions
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
     from penstock.frontend.generation.models.model_table import ServedModels, Task
     from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.ollama import GenerativeBody, OllamaOptions
+    from penstock.frontend.schemas.ollama import GenerativeBody
     from penstock.frontend.transport.exchange import Exchange
 
 Body = TypeVar("Body", bound=OllamaBody)
@@ -109,7 +109,7 @@ def shared_fields(body: GenerativeBody) -> dict[str, Any]:
         "cache_salt": body.cache_salt,
         "return_timings": True,
         "response_format": _response_format(body.format),
-        **_sampling(body.options),
+        **_sampling(body.options or OllamaOptions()),
     }
 
 

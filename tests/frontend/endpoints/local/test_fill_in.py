@@ -80,7 +80,7 @@ async def test_code_that_spells_tokens_stays_code() -> None:
     texts, form = FAMILIES["qwen"]
     tokenizer = tokenizer_of(texts)
     connection, backend = connected(tokenizer)
-    code = f"x = '{form}' + '<|im_end|>'"
+    code = f"x = '{form}' + '<|fim_pad|><|im_end|>'"
     await connection.post("/v1/completions", {"prompt": code, "suffix": code})
     ids = list(backend.last.token_ids)
     marks = [tokenizer.token_to_id(text) for text in (*texts, "<|im_end|>")]

@@ -98,6 +98,23 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
     body = {"prompt": "x", "n_predict": 0, "response_fields": ["content", "timings/prompt_n", "none"]}
     answer = (await connection.post("/completion", body)).json()
     assert (answer.keys(), answer["content"]) == ({"content", "timings/prompt_n"}, "")
+    assert events(await connection.post("/completion", {**body, "stream": True}))[-1].keys() == answer.keys()
+
+
+async def test_answer_reports_the_prompt_that_was_computed(connection: ClientConnection, backend: FakeBackend) -> None:
+    body = {"prompt": "x" * 100_000 + "the cat", "truncate_prompt_tokens": len(token_ids("the cat"))}
+    answer = (await connection.post("/completion", body)).json()
+    assert (answer["prompt"], answer["tokens_evaluated"]) == ("the cat", len(token_ids("the cat")))
+    assert list(backend.last.token_ids) == token_ids("the cat")
+
+
+@pytest.mark.parametrize("text", ["one\ntwo", "one two"])
+async def test_last_event_tells_whether_the_text_had_a_new_line(
+    connection: ClientConnection, backend: FakeBackend, text: str
+) -> None:
+    backend.script = says(text)
+    *_, last = events(await connection.post("/completion", {"prompt": "x", "stream": True}))
+    assert last["has_new_line"] == ("\n" in text)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +139,13 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
             "post_sampling_probs",
         ),
         ("/completion", {"prompt": "x", "prompt_logprobs": 1}, 400, "invalid_request_error", "prompt_logprobs: not"),
+        (
+            "/infill",
+            {"truncate_prompt_tokens": 5},
+            400,
+            "invalid_request_error",
+            "truncate_prompt_tokens: not supported by this endpoint",
+        ),
         ("/infill", {"input_prefix": "x"}, 400, "invalid_request_error", 'input_suffix: "test/model" has no tokens'),
     ],
 )
