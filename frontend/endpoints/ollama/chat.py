@@ -10,7 +10,7 @@ import msgspec
 from penstock.frontend.endpoints.answering import answer_chat
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.ollama.requests import (
-    answer_empty,
+    answers_empty,
     receive,
     shared_fields,
     style_of,
@@ -33,11 +33,13 @@ _ALL = ("all", "")
 
 async def chat(exchange: Exchange, context: EndpointContext) -> None:
     """POST /api/chat. Raises ApiError, ClientGoneError."""
-    received = await receive(exchange, context, decode_ollama_chat, "generate", lambda body: not body.messages)
-    body = received.body
-    if not body.messages:
-        await answer_empty(exchange, body, is_chat=True)
+    answer_empty = answers_empty(exchange, is_chat=True)
+    received = await receive(
+        exchange, context, decode_ollama_chat, "generate", lambda body: not body.messages, answer_empty
+    )
+    if received is None:
         return
+    body = received.body
     with with_own_names():
         async with exchange.cancelled_on_disconnect():
             translated = await run_sized(received.num_bytes, _checked, body, think_fields(body, received.served))
