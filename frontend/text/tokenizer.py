@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
+from penstock.frontend.text.pooling_files import read_object
 from penstock.frontend.text.spellings import Spellings
 from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
@@ -90,8 +89,8 @@ class ModelTokenizer:
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {model_dir}; copy it there from the model's page on the hub")
         # Old checkpoints name their special tokens in a file of their own.
-        named = special_tokens_of(_read_object(model_dir / "special_tokens_map.json"))
-        config = named | _read_object(model_dir / "tokenizer_config.json")
+        named = special_tokens_of(read_object(model_dir / "special_tokens_map.json"))
+        config = named | read_object(model_dir / "tokenizer_config.json")
         if template_file is None:
             source = read_chat_template(model_dir, config)
             tool_source = read_chat_template(model_dir, config, "tool_use")
@@ -222,8 +221,3 @@ def _splitting(texts: Sequence[str]) -> Iterator[None]:
         logger.warning("the tokenizer cannot split texts of up to %d characters: %s", longest, reason)
         message = f"the model's tokenizer cannot split a text: one of up to {longest} characters; change or shorten it"
         raise ApiError(ErrorKind.INVALID_VALUE, message) from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object; empty if there is no such file."""
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
