@@ -65,6 +65,16 @@ class EndpointContext:
         The model is the one that the body names, or one that can do the task. Reports ignored fields. Raises ApiError,
         ClientGoneError.
         """
+        body, num_bytes = await self.receive_alone(exchange, decode)
+        is_streaming = getattr(body, "stream", None) is True
+        needed: Task = task(body) if callable(task) else task
+        served = await self.model_soon(
+            exchange, needed, getattr(body, "model", None), is_streaming=is_streaming, body=body
+        )
+        return body, served, num_bytes
+
+    async def receive_alone(self, exchange: Exchange, decode: Callable[[bytes], Body]) -> tuple[Body, int]:
+        """Like `receive_body`, without the model."""
         data = await self._receive_data(exchange)
         body = await _decode(exchange, decode, data)
         if exchange.lingering is None:
@@ -74,12 +84,7 @@ class EndpointContext:
         ignored = await self.ignored_fields.check(data, type(body), exchange.key_name)
         if ignored is not None:
             exchange.more_headers = (*exchange.more_headers, (IGNORED_HEADER, ignored))
-        is_streaming = getattr(body, "stream", None) is True
-        needed: Task = task(body) if callable(task) else task
-        served = await self.model_soon(
-            exchange, needed, getattr(body, "model", None), is_streaming=is_streaming, body=body
-        )
-        return body, served, len(data)
+        return body, len(data)
 
     async def receive(
         self,

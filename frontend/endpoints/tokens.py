@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.pooling import tei_tokens
-from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_token_ids, render_chat, render_text
+from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_length, check_token_ids, render_chat, render_text
 from penstock.frontend.schemas.decoding import decode_chat
 from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody, decode_tei_tokenize, is_tei_tokenize
 from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
@@ -111,10 +111,12 @@ async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: Served
 
 
 async def _llama_cpp_answer(body: TokenizeBody, content: str, served: ServedModel) -> list[bytes]:
-    text, mark = content, ""
+    tokenizer, add_special = served.tokenizer, body.add_special is True
     if body.parse_special is False:
-        (text,), mark = served.tokenizer.spellings().mark_texts([content])
-    (token_ids,) = await served.tokenizer.encode([text], add_special_tokens=body.add_special is True, mark=mark)
+        check_length("content", [content], served)
+        (token_ids,) = await tokenizer.encode_as_text([content], tokenizer.spellings(), add_special_tokens=add_special)
+    else:
+        token_ids = await _encode(served, content, add_special_tokens=add_special)
     if body.with_pieces:
         tokens = await _each(token_ids, lambda token_id: {"id": token_id, "piece": _piece(served, token_id)})
     else:

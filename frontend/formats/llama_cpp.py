@@ -44,6 +44,7 @@ class _Choice:
     num_tokens: int = 0
     unsent: list[int] = field(default_factory=list)
     """Tokens whose text is held back."""
+    has_new_line: bool = False
 
 
 class LlamaCppFormat(Format):
@@ -62,7 +63,8 @@ class LlamaCppFormat(Format):
     def closing(self, index: int, finish_reason: str, stopped_by: str | int | None) -> bytes:
         choice = self._choices.setdefault(index, _Choice())
         tokens, choice.unsent = choice.unsent, []
-        return _event(self._last(index, "", tokens, choice.num_tokens, finish_reason, stopped_by))
+        last = self._last(index, "", tokens, choice.num_tokens, finish_reason, stopped_by)
+        return _event(self._selected(last | {"has_new_line": choice.has_new_line}))
 
     def end(self) -> bytes:
         return b""
@@ -86,6 +88,7 @@ class LlamaCppFormat(Format):
         choice = self._choices.setdefault(index, _Choice())
         choice.num_tokens += len(delta.token_ids)
         choice.unsent += delta.token_ids
+        choice.has_new_line |= "\n" in delta.text
         if not (delta.text or delta.logprobs or delta.has_progress):
             return b""
         tokens, choice.unsent = choice.unsent, []

@@ -129,6 +129,8 @@ class NativeBody(GenerationBody, kw_only=True):
 
 UNSUPPORTED_NATIVE = ("prompt_logprobs", "stream_options")
 """Fields of other endpoints for which llama.cpp's answers have no place."""
+UNSUPPORTED_INFILL = (*UNSUPPORTED_NATIVE, "truncate_prompt_tokens")
+"""A cut at either end would lose the tokens around the gap."""
 
 Segments = list[str | TokenId]
 
@@ -146,8 +148,9 @@ class NativeCompletionBody(NativeBody, kw_only=True):
         if len(flat) == len(self.prompt) and any(isinstance(item, int) for item in flat):
             return [flat]
         prompts = [_segments(item) for item in self.prompt]
-        if len(prompts) * (self.n_cmpl or 1) > MAX_CHOICES:
-            invalid("prompt", f"prompts × n_cmpl is {len(prompts) * (self.n_cmpl or 1)}; the limit is {MAX_CHOICES}")
+        num_choices = len(prompts) * (self.n_cmpl or self.n or 1)
+        if num_choices > MAX_CHOICES:
+            invalid("prompt", f"prompts × n_cmpl is {num_choices}; the limit is {MAX_CHOICES}")
         return prompts
 
 

@@ -17,6 +17,7 @@ from msgspec import Raw, Struct
 
 from penstock.frontend.schemas.chat import ChatBody, check_chat
 from penstock.frontend.schemas.completion import (
+    UNSUPPORTED_INFILL,
     UNSUPPORTED_NATIVE,
     CompletionBody,
     InfillBody,
@@ -132,18 +133,18 @@ def decode_chat(data: bytes) -> ChatBody:
 
 def decode_native_completion(data: bytes) -> NativeCompletionBody:
     """Raises ApiError naming the field, its value and the limit."""
-    body = _checked_native(decode_body(_native_completion, data))
+    body = _checked_native(decode_body(_native_completion, data), UNSUPPORTED_NATIVE)
     body.prompts()
     return body
 
 
 def decode_infill(data: bytes) -> InfillBody:
     """Raises ApiError naming the field, its value and the limit."""
-    return _checked_native(decode_body(_infill, data))
+    return _checked_native(decode_body(_infill, data), UNSUPPORTED_INFILL)
 
 
-def _checked_native(body: Native) -> Native:
-    for field in UNSUPPORTED_NATIVE:
+def _checked_native(body: Native, unsupported: tuple[str, ...]) -> Native:
+    for field in unsupported:
         if getattr(body, field) is not None:
             message = f"{field}: not supported by this endpoint"
             raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=field)

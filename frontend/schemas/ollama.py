@@ -59,7 +59,7 @@ class OllamaBody(SchedulingBody, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     keep_alive: float | Annotated[str, Meta(max_length=64)] | None = None
-    options: OllamaOptions = OllamaOptions()
+    options: OllamaOptions | None = None
 
     @property
     def keep_alive_s(self) -> float | None:

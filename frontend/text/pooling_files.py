@@ -5,10 +5,9 @@ They are prompts, labels, the activation of scores, and the text into which a de
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,8 +66,8 @@ class PoolingFiles:
     @classmethod
     def load(cls, model_dir: Path) -> PoolingFiles:
         """Read the files that exist. Raises ValueError or OSError."""
-        config = _read(model_dir / "config.json")
-        sentence = _read(model_dir / "config_sentence_transformers.json")
+        config = read_object(model_dir / "config.json")
+        sentence = read_object(model_dir / "config_sentence_transformers.json")
         prompts = {name: text for name, text in _object(sentence, "prompts").items() if isinstance(text, str)}
         default_name = sentence.get("default_prompt_name")
         return cls(
@@ -79,13 +78,19 @@ class PoolingFiles:
             pair_template=QWEN3_RERANKER if config.get("model_type") == "qwen3" else None,
             pooling=_pooling(model_dir),
             has_own_limit=any(
-                isinstance(_read(path).get("max_seq_length"), int) for path in model_dir.glob("sentence_*_config.json")
+                isinstance(read_object(path).get("max_seq_length"), int)
+                for path in model_dir.glob("sentence_*_config.json")
             ),
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object, which may have Python's Infinity and NaN; empty if there is no such file. Raises
+    ValueError or OSError."""
+    values = json.loads(path.read_bytes()) if path.is_file() else {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{path.name} is not a JSON object")
+    return values
 
 
 def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def _activation(config: Mapping[str, Any]) -> Activation | None:
 
 
 def _pooling(model_dir: Path) -> str | None:
-    pooling = _read(model_dir / "1_Pooling" / "config.json")
+    pooling = read_object(model_dir / "1_Pooling" / "config.json")
     modes = {
         "pooling_mode_cls_token": "cls",
         "pooling_mode_mean_tokens": "mean",

@@ -8,20 +8,21 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
+from penstock.frontend.text.pooling_files import read_object
 from penstock.frontend.text.spellings import Spellings
 from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("penstock.tokenizer")
 
@@ -88,8 +89,8 @@ class ModelTokenizer:
         if not path.is_file():
             raise ValueError(f"no tokenizer.json in {model_dir}; copy it there from the model's page on the hub")
         # Old checkpoints name their special tokens in a file of their own.
-        named = special_tokens_of(_read_object(model_dir / "special_tokens_map.json"))
-        config = named | _read_object(model_dir / "tokenizer_config.json")
+        named = special_tokens_of(read_object(model_dir / "special_tokens_map.json"))
+        config = named | read_object(model_dir / "tokenizer_config.json")
         if template_file is None:
             source = read_chat_template(model_dir, config)
             tool_source = read_chat_template(model_dir, config, "tool_use")
@@ -117,12 +118,15 @@ class ModelTokenizer:
         add_special_tokens is for plain prompts; chat templates write their own special tokens. mark is the mark of
         texts that are marked.
         """
+        return await self._run_sized(texts, partial(self._encode, texts, add_special_tokens, mark))
+
+    async def _run_sized(self, texts: Iterable[str], work: Callable[[], Result]) -> Result:
+        """Do the work on these texts; in a thread if they are long."""
         num_characters = sum(map(len, texts))
         if num_characters <= _INLINE_CHARACTERS:
-            return self._encode(texts, add_special_tokens, mark)
+            return work()
         executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(executor, self._encode, texts, add_special_tokens, mark)
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
 
     def _encode(self, texts: list[str], add_special_tokens: bool, mark: str = "") -> list[list[int]]:
         # encode() holds the GIL; the batch call releases it.
@@ -155,23 +159,25 @@ class ModelTokenizer:
             self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
         return self._breaker_search.find(texts)
 
-    async def encode_as_text(self, texts: list[str], spellings: Spellings) -> list[list[int]]:
-        """Return the token ids of texts in which no token is spelled. Special tokens are not added."""
-        marked, mark = spellings.mark_texts(texts)
-        return await self.encode(marked, add_special_tokens=False, mark=mark)
+    async def encode_as_text(
+        self, texts: list[str], spellings: Spellings, *, add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        """Return the token ids of texts in which no token is spelled. Raises ApiError."""
+
+        def work() -> list[list[int]]:
+            marked, mark = spellings.mark_texts(texts)
+            return self._encode(marked, add_special_tokens, mark)
+
+        return await self._run_sized(texts, work)
 
     async def encode_inputs(
         self, items: list[str] | list[str | tuple[str, str]], truncation: Truncation, *, add_special_tokens: bool
     ) -> list[EncodedInput]:
         """Return the tokens of texts and pairs of texts by the tokenizer's own template."""
         texts = [text for item in items for text in ((item,) if isinstance(item, str) else item)]
-        num_characters = sum(map(len, texts))
-        encode = partial(self._inputs.encode, add_special_tokens=add_special_tokens)
+        encode = partial(self._inputs.encode, items, truncation, add_special_tokens=add_special_tokens)
         with _splitting(texts):
-            if num_characters <= _INLINE_CHARACTERS:
-                return encode(items, truncation)
-            executor = self._long_texts if num_characters > _LONG_CHARACTERS else None
-            return await asyncio.get_running_loop().run_in_executor(executor, encode, items, truncation)
+            return await self._run_sized(texts, encode)
 
     def located_tokens(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, str, int | None, int | None]]:
         """Return each token's id, its part of the text, and the start and end of that part in characters.
@@ -215,8 +221,3 @@ def _splitting(texts: Sequence[str]) -> Iterator[None]:
         logger.warning("the tokenizer cannot split texts of up to %d characters: %s", longest, reason)
         message = f"the model's tokenizer cannot split a text: one of up to {longest} characters; change or shorten it"
         raise ApiError(ErrorKind.INVALID_VALUE, message) from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object; empty if there is no such file."""
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}

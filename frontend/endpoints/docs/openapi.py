@@ -16,7 +16,13 @@ from penstock.frontend.endpoints.server.health import READY_PATH
 from penstock.frontend.schemas import messages, ollama, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
 from penstock.frontend.schemas.chat import ChatBody
-from penstock.frontend.schemas.completion import UNSUPPORTED_NATIVE, CompletionBody, InfillBody, NativeCompletionBody
+from penstock.frontend.schemas.completion import (
+    UNSUPPORTED_INFILL,
+    UNSUPPORTED_NATIVE,
+    CompletionBody,
+    InfillBody,
+    NativeCompletionBody,
+)
 from penstock.frontend.schemas.messages import CountTokensBody, MessagesBody
 from penstock.frontend.schemas.pooling import tei
 from penstock.frontend.schemas.pooling.answers import CohereErrorAnswer, TeiErrorAnswer
@@ -107,7 +113,7 @@ _REFUSED_FIELDS: dict[type[Struct], Iterable[str]] = {
     messages.MessagesBody: messages.UNSUPPORTED_FIELDS,
     messages.CountTokensBody: messages.UNSUPPORTED_FIELDS,
     NativeCompletionBody: UNSUPPORTED_NATIVE,
-    InfillBody: UNSUPPORTED_NATIVE,
+    InfillBody: UNSUPPORTED_INFILL,
 }
 
 _ERROR_TYPES = (

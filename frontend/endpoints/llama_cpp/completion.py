@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
 from penstock.frontend.endpoints.chat_translation import renamed, shared_fields
 from penstock.frontend.endpoints.llama_cpp.props import generation_settings
-from penstock.frontend.endpoints.prompts import check_length, check_token_ids
+from penstock.frontend.endpoints.prompts import check_length, check_token_ids, truncated
 from penstock.frontend.formats.llama_cpp import LlamaCppFormat, NativeAnswer
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
@@ -48,7 +48,7 @@ async def answer_native(
     with renamed(_RENAMED):
         refuse_if_full(exchange, completion, served)
         async with exchange.cancelled_on_disconnect():
-            prompts = await encode()
+            prompts = [truncated(completion, prompt, served.card) for prompt in await encode()]
             texts = await asyncio.to_thread(
                 lambda: [served.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
             )
@@ -89,7 +89,8 @@ async def _encoded(body: NativeCompletionBody, served: ServedModel) -> list[list
     prompts = body.prompts()
     first = [prompt[0] for prompt in prompts if prompt and isinstance(prompt[0], str)]
     later = [text for prompt in prompts for text in prompt[1:] if isinstance(text, str)]
-    check_length("prompt", first + later, served)
+    if body.truncate_prompt_tokens is None:
+        check_length("prompt", first + later, served)
     begun = iter(await served.tokenizer.encode(first, add_special_tokens=body.add_special_tokens is not False))
     others = iter(await served.tokenizer.encode(later, add_special_tokens=False))
     encoded = []

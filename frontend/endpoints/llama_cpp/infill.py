@@ -33,7 +33,10 @@ async def _encoded(body: InfillBody, served: ServedModel, tokens: FillInTokens) 
     if tokens.repository is None or tokens.file is None:
         extra, names = ["".join(each.text for each in body.input_extra)], []
     texts = [body.input_prefix, body.prompt, *names, *extra]
-    check_length("input_prefix", texts, served)
+    check_length("input_prefix", [body.input_prefix], served)
+    check_length("input_suffix", [body.input_suffix], served)
+    check_length("prompt", [body.prompt], served)
+    check_length("input_extra", extra, served)
     prefix, begun, *others = await served.tokenizer.encode_as_text(texts, tokens.spellings)
     (around,) = await fill_in_prompts([prefix], body.input_suffix, served, tokens)
     before: list[int] = []

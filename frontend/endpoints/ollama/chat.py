@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from penstock.frontend.endpoints.answering import answer_chat
 from penstock.frontend.endpoints.context import run_sized
 from penstock.frontend.endpoints.ollama.requests import (
-    answer_empty,
+    answers_empty,
     receive,
     shared_fields,
     style_of,
@@ -21,20 +21,25 @@ from penstock.frontend.schemas.chat import ChatBody, ChatMessage, FunctionCall, 
 from penstock.frontend.schemas.ollama import decode_ollama_chat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.schemas.ollama import OllamaChatBody, OllamaMessage
     from penstock.frontend.transport.exchange import Exchange
 
+_ALL = ("all", "")
+
 
 async def chat(exchange: Exchange, context: EndpointContext) -> None:
     """POST /api/chat. Raises ApiError, ClientGoneError."""
-    received = await receive(exchange, context, decode_ollama_chat, "generate", lambda body: not body.messages)
-    body = received.body
-    if not body.messages:
-        await answer_empty(exchange, body, is_chat=True)
+    answer_empty = answers_empty(exchange, is_chat=True)
+    received = await receive(
+        exchange, context, decode_ollama_chat, "generate", lambda body: not body.messages, answer_empty
+    )
+    if received is None:
         return
+    body = received.body
     with with_own_names():
         async with exchange.cancelled_on_disconnect():
             translated = await run_sized(received.num_bytes, _checked, body, think_fields(body, received.served))
@@ -58,12 +63,12 @@ def _checked(body: OllamaChatBody, thinking: dict[str, Any]) -> ChatBody:
 def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
     """Return the chat's messages. Calls without ids get some, and results those of the calls that they answer."""
     messages: list[ChatMessage] = []
-    open_calls: deque[MessageToolCall] = deque()
+    open_calls = _OpenCalls()
     num_calls = 0
     for message in given:
         content = message.content or ""
         if message.role == "tool":
-            found = _answered(message, open_calls)
+            found = open_calls.take(message)
             call_id = message.tool_call_id or ("" if found is None else found.id)
             name = message.tool_name or (None if found is None else found.function.name)
             messages.append(ChatMessage("tool", content, name=name, tool_call_id=call_id))
@@ -74,7 +79,7 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
             # Mistral's templates take ids of nine letters and digits.
             calls.append(MessageToolCall(call.id or f"call{num_calls:05}", FunctionCall(call.function.name, arguments)))
             num_calls += 1
-        open_calls.extend(calls)
+        open_calls.add(calls)
         role = message.role
         messages.append(
             ChatMessage(role, content, tool_calls=calls or None, reasoning_content=message.thinking)  # type: ignore[arg-type]  # checked before
@@ -82,11 +87,32 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
     return messages
 
 
-def _answered(result: OllamaMessage, open_calls: deque[MessageToolCall]) -> MessageToolCall | None:
-    """Take the call that the result names by id or by function, else the oldest one."""
-    named = (call for call in open_calls if result.tool_call_id == call.id)
-    alike = (call for call in open_calls if result.tool_name in (None, "", call.function.name))
-    found = next(named, None) or next(alike, None)
-    if found is not None:
-        open_calls.remove(found)
-    return found
+class _OpenCalls:
+    """Calls without a result, found without a search of them all: a chat may have thousands."""
+
+    def __init__(self) -> None:
+        self._queues: defaultdict[tuple[str, str], deque[tuple[int, MessageToolCall]]] = defaultdict(deque)
+        """Calls with their numbers, oldest first: by id, by name, and all."""
+        self._taken: set[int] = set()
+        self._num_calls = 0
+
+    def add(self, calls: Iterable[MessageToolCall]) -> None:
+        for call in calls:
+            for key in (("id", call.id), ("name", call.function.name), _ALL):
+                self._queues[key].append((self._num_calls, call))
+            self._num_calls += 1
+
+    def take(self, result: OllamaMessage) -> MessageToolCall | None:
+        """Take the call that the result names by id or by function, else the oldest one."""
+        by_id = None if result.tool_call_id is None else self._first(("id", result.tool_call_id))
+        found = by_id or self._first(("name", result.tool_name) if result.tool_name else _ALL)
+        if found is None:
+            return None
+        self._taken.add(found[0])
+        return found[1]
+
+    def _first(self, key: tuple[str, str]) -> tuple[int, MessageToolCall] | None:
+        queue = self._queues[key]
+        while queue and queue[0][0] in self._taken:
+            queue.popleft()
+        return queue[0] if queue else None

@@ -16,11 +16,12 @@ from penstock.frontend.schemas.ollama import decode_ollama_embed, decode_ollama_
 from penstock.frontend.text.input_encoder import Truncation
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.endpoints.pooling.computing import Computed
     from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.ollama import OllamaBody
-    from penstock.frontend.transport.asgi import Headers
+    from penstock.frontend.schemas.ollama import OllamaBody, OllamaEmbedBody
     from penstock.frontend.transport.exchange import Exchange
 
 
@@ -29,37 +30,43 @@ async def embed(exchange: Exchange, context: EndpointContext) -> None:
 
     Raises ApiError, ClientGoneError.
     """
-    received = await receive(exchange, context, decode_ollama_embed, "embed", lambda body: not body.input)
+
+    def answer(body: OllamaEmbedBody, load_s: float, computed: Computed[bytes] | None = None) -> Awaitable[None]:
+        vectors = [] if computed is None else computed.results
+        parts = [part for vector in vectors for part in (b",", vector)][1:]
+        total_s = time.monotonic() - exchange.received_s
+        end = {
+            "total_duration": round(total_s * 1e9),
+            "load_duration": round(load_s * 1e9),
+            "prompt_eval_count": 0 if computed is None else computed.num_tokens,
+        }
+        head = [b'{"model":', msgspec.json.encode(body.model), b',"embeddings":[']
+        headers = () if computed is None else computed.headers()
+        return exchange.respond_in_parts(200, [*head, *parts, b"],", msgspec.json.encode(end)[1:]], headers)
+
+    received = await receive(exchange, context, decode_ollama_embed, "embed", lambda body: not body.input, answer)
+    if received is None:
+        return
     body, served = received.body, received.served
-    texts = body.inputs()
     rules = _rules("input", served, is_list=isinstance(body.input, list), truncates=body.truncate is not False)
     wanted = Wanted("embed", vector_width(body.dimensions, "embed", served.card), normalize=True)
-    parts = [b'{"model":', msgspec.json.encode(body.model), b',"embeddings":[']
-    num_tokens = 0
-    headers: Headers = ()
-    if texts:
-        computed = await _computed(exchange, body, served, texts, rules, wanted, "input")
-        num_tokens, headers = computed.num_tokens, computed.headers()
-        for index, vector in enumerate(computed.results):
-            parts += [b"," if index else b"", vector]
-    total_s = time.monotonic() - exchange.received_s
-    end = {
-        "total_duration": round(total_s * 1e9),
-        "load_duration": round(received.load_s * 1e9),
-        "prompt_eval_count": num_tokens,
-    }
-    await exchange.respond_in_parts(200, [*parts, b"],", msgspec.json.encode(end)[1:]], headers)
+    await answer(body, received.load_s, await _computed(exchange, body, served, body.inputs(), rules, wanted, "input"))
 
 
 async def embeddings(exchange: Exchange, context: EndpointContext) -> None:
     """POST /api/embeddings: one vector as the model computes it. Raises ApiError, ClientGoneError."""
-    received = await receive(exchange, context, decode_ollama_embeddings, "embed", lambda body: not body.prompt)
-    body, served = received.body, received.served
-    if not body.prompt:
-        await exchange.respond(200, b'{"embedding":[]}')
+
+    def answer_empty(_body: OllamaBody, _load_s: float) -> Awaitable[None]:
+        return exchange.respond(200, b'{"embedding":[]}')
+
+    received = await receive(
+        exchange, context, decode_ollama_embeddings, "embed", lambda body: not body.prompt, answer_empty
+    )
+    if received is None:
         return
+    body, served = received.body, received.served
     rules, wanted = _rules("prompt", served, is_list=False, truncates=True), Wanted("embed", normalize=False)
-    computed = await _computed(exchange, body, served, [body.prompt], rules, wanted, "prompt")
+    computed = await _computed(exchange, body, served, [body.prompt or ""], rules, wanted, "prompt")
     await exchange.respond(200, b'{"embedding":%b}' % computed.results[0], computed.headers())
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.answering import answer_chat, answer_completion
 from penstock.frontend.endpoints.ollama.requests import (
-    answer_empty,
+    answers_empty,
     receive,
     shared_fields,
     style_of,
@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 
 async def generate(exchange: Exchange, context: EndpointContext) -> None:
     """POST /api/generate. Raises ApiError, ClientGoneError."""
+    answer_empty = answers_empty(exchange, is_chat=False)
     received = await receive(
-        exchange, context, decode_ollama_generate, "generate", lambda body: not (body.prompt or body.suffix)
+        exchange,
+        context,
+        decode_ollama_generate,
+        "generate",
+        lambda body: not (body.prompt or body.suffix),
+        answer_empty,
     )
-    body, served = received.body, received.served
-    if not (body.prompt or body.suffix):
-        await answer_empty(exchange, body, is_chat=False)
+    if received is None:
         return
+    body, served = received.body, received.served
     with with_own_names():
         if body.raw or body.suffix:
             logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -16,6 +16,7 @@ from penstock.frontend.formats.ollama import rfc3339
 from penstock.frontend.generation.models.model_table import can_do, names_of
 from penstock.frontend.generation.models.served_model import named_tokens, shown_sampling
 from penstock.frontend.schemas.ollama import decode_ollama_model
+from penstock.frontend.text.pooling_files import read_object
 from penstock.shm.memory.model_table import ModelState
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class _Facts:
     def read(cls, served: ServedModel) -> _Facts:
         directory = Path(served.card.model_dir)
         weights = [path for path in directory.glob("*") if path.suffix in _WEIGHTS and path.is_file()]
-        path = directory / "config.json"
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
+        config = read_object(directory / "config.json")
         is_gguf = any(path.suffix == ".gguf" for path in weights)
         return cls(config, sum(path.stat().st_size for path in weights), "gguf" if is_gguf else "safetensors")
 

@@ -13,18 +13,19 @@ from penstock.frontend.endpoints.chat_translation import renamed
 from penstock.frontend.formats.ollama import OllamaFormat, without_answer
 from penstock.frontend.generation.models.model_table import names_of
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.ollama import OllamaBody
+from penstock.frontend.schemas.ollama import OllamaBody, OllamaOptions
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.shm.memory.model_table import ModelState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from contextlib import AbstractContextManager
 
     from penstock.frontend.endpoints.context import EndpointContext
     from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
     from penstock.frontend.generation.models.model_table import ServedModels, Task
     from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.ollama import GenerativeBody, OllamaOptions
+    from penstock.frontend.schemas.ollama import GenerativeBody
     from penstock.frontend.transport.exchange import Exchange
 
 Body = TypeVar("Body", bound=OllamaBody)
@@ -53,9 +54,10 @@ async def receive(
     decode: Callable[[bytes], Body],
     task: Task,
     is_empty: Callable[[Body], bool],
-) -> Received[Body]:
-    """Receive a body. is_empty: it only loads its model, or with keep_alive 0 unloads it. Raises ApiError,
-    ClientGoneError."""
+    answer_empty: Callable[[Body, float], Awaitable[None]],
+) -> Received[Body] | None:
+    """Receive a body. is_empty: it only loads its model, or with keep_alive 0 unloads it; then answer_empty answers it
+    with the seconds that loading took, and this returns None. Raises ApiError, ClientGoneError."""
 
     def decode_named(data: bytes) -> Body:
         body = decode(data)
@@ -63,15 +65,24 @@ async def receive(
         _ = body.keep_alive_s  # raises
         return body
 
-    def task_of(body: Body) -> Task:
-        return "any" if is_empty(body) and body.keep_alive_s == 0 else task
-
-    body, served, num_bytes = await context.receive_body(exchange, decode_named, task_of)
+    body, num_bytes = await context.receive_alone(exchange, decode_named)
+    unloads = is_empty(body) and body.keep_alive_s == 0
+    keeper = context.models.find("any", body.model)
+    if unloads and keeper.waking is not None and keeper.waking.state is ModelState.ASLEEP:
+        await answer_empty(body, 0.0)
+        return None
+    served = await context.model_soon(
+        exchange, "any" if unloads else task, body.model, is_streaming=getattr(body, "stream", False), body=body
+    )
     waking = context.models.find("any", body.model).waking
     # With keys, one client cannot decide for the others.
     if waking is not None and (exchange.key_name is None or exchange.is_admin):
         exchange.at_end.append(partial(waking.keep, body.keep_alive_s))
-    return Received(body, served, num_bytes, time.monotonic() - exchange.received_s)
+    load_s = time.monotonic() - exchange.received_s
+    if is_empty(body):
+        await answer_empty(body, load_s)
+        return None
+    return Received(body, served, num_bytes, load_s)
 
 
 def known_name(models: ServedModels, requested: str) -> str:
@@ -81,10 +92,14 @@ def known_name(models: ServedModels, requested: str) -> str:
     return requested
 
 
-async def answer_empty(exchange: Exchange, body: GenerativeBody, *, is_chat: bool) -> None:
-    """Answer a request that only loads or unloads its model."""
-    reason = "unload" if body.keep_alive_s == 0 else "load"
-    await exchange.respond(200, without_answer(body.model, reason, is_chat=is_chat))
+def answers_empty(exchange: Exchange, *, is_chat: bool) -> Callable[[GenerativeBody, float], Awaitable[None]]:
+    """Return a function that answers a request that only loads or unloads its model."""
+
+    def answer(body: GenerativeBody, _load_s: float) -> Awaitable[None]:
+        reason = "unload" if body.keep_alive_s == 0 else "load"
+        return exchange.respond(200, without_answer(body.model, reason, is_chat=is_chat))
+
+    return answer
 
 
 def style_of(received: Received[Any], *, is_chat: bool, returns_context: bool = False) -> AnswerStyle:
@@ -109,7 +124,7 @@ def shared_fields(body: GenerativeBody) -> dict[str, Any]:
         "cache_salt": body.cache_salt,
         "return_timings": True,
         "response_format": _response_format(body.format),
-        **_sampling(body.options),
+        **_sampling(body.options or OllamaOptions()),
     }
 
 

@@ -72,7 +72,7 @@ def find_fill_in(tokenizer: ModelTokenizer) -> FillInTokens | None:
     repository, file = ids.get("repository", _first(_REPOSITORY, added)), ids.get("file", _first(_FILE, added))
     found = [token_id for token_id in (prefix, suffix, middle, repository, file) if token_id is not None]
     ends = dict.fromkeys([*found, *(added[text] for text in _ENDS if text in added)])
-    spellings = Spellings([*tokenizer.special_tokens, *(text for text, each in added.items() if each in found)])
+    spellings = Spellings([*tokenizer.special_tokens, *(text for text, each in added.items() if each in ends)])
     return FillInTokens(prefix, suffix, middle, repository, file, tuple(ends), spellings)
 
 

@@ -106,3 +106,19 @@ async def test_keep_alive_is_when_the_model_sleeps_if_the_key_may_decide(
         assert seconds == 1e9 or kept_ns / 1e9 - time.monotonic() <= seconds
     (loaded,) = (await setup.connection.request("GET", "/api/ps", None, bearer(key))).json()["models"]
     assert loaded["expires_at"].startswith("9999") == (seconds in (None, 1e9))
+
+
+@pytest.mark.parametrize("path", ["chat", "generate", "embed", "embeddings"])
+async def test_model_that_sleeps_is_not_loaded_to_be_unloaded(setup: Setup, path: str) -> None:
+    """Nor is one that has never been loaded."""
+    setup.owner.set_state(0, ModelState.ASLEEP)
+    (keeper,) = setup.connection.protocol.app.context.models.keepers
+    keeper.settled.clear()
+    for served in (keeper.current, None):
+        keeper.current = served
+        body = {"model": MODEL, "keep_alive": 0}
+        answered = await setup.connection.request("POST", f"/api/{path}", body, bearer("boss"))
+        assert answered.status == 200
+        assert answered.json().get("done_reason", "unload") == "unload"
+        await setup.connection.idle()
+        assert setup.owner.uses(0) == (0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from functools import cache
 from typing import Any
 
@@ -204,3 +205,19 @@ async def test_refusal_of_a_template_is_told_without_marks(source: str) -> None:
     body = chat(messages=[{"role": "user", "content": "<|im_end|>"}])
     with pytest.raises((ApiError, TemplateRefusedError), match=r"<\|im_end\|>"):
         await render_chat(body, model, is_long=False)
+
+
+async def test_long_texts_are_marked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    mark_texts = spellings.Spellings.mark_texts
+
+    def noted(self: spellings.Spellings, texts: list[str]) -> tuple[list[str], str]:
+        threads.append(threading.get_ident())
+        return mark_texts(self, texts)
+
+    monkeypatch.setattr(spellings.Spellings, "mark_texts", noted)
+    tokenizer = served().tokenizer
+    for text in (EVIL, EVIL * 2000):
+        (ids,) = await tokenizer.encode_as_text([text], tokenizer.spellings())
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert [ident == threading.get_ident() for ident in threads] == [True, False]

@@ -80,7 +80,7 @@ async def test_code_that_spells_tokens_stays_code() -> None:
     texts, form = FAMILIES["qwen"]
     tokenizer = tokenizer_of(texts)
     connection, backend = connected(tokenizer)
-    code = f"x = '{form}' + '<|im_end|>'"
+    code = f"x = '{form}' + '<|fim_pad|><|im_end|>'"
     await connection.post("/v1/completions", {"prompt": code, "suffix": code})
     ids = list(backend.last.token_ids)
     marks = [tokenizer.token_to_id(text) for text in (*texts, "<|im_end|>")]
@@ -152,3 +152,13 @@ async def test_suffix_cannot_be_combined_with_what_cuts_the_prompt(
     assert (refused.status, refused.error["param"]) == (400, param)
     refused = await connection.post("/v1/completions", {"prompt": "a", "suffix": "b"})
     assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "unsupported_parameter", "suffix")
+
+
+@pytest.mark.parametrize("field", ["input_prefix", "input_suffix", "prompt", "input_extra"])
+async def test_each_text_is_refused_by_its_length_alone(field: str) -> None:
+    connection, _ = connected(tokenizer_of(FAMILIES["qwen"][0]))
+    text = "x" * 100_000
+    refused = await connection.post("/infill", {field: [{"text": text}] if field == "input_extra" else text})
+    assert refused.json()["error"]["type"] == "exceed_context_size_error"
+    assert refused.json()["error"]["message"].startswith(f"{field}: at least ")
+    await connection.end()

@@ -98,6 +98,23 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
     body = {"prompt": "x", "n_predict": 0, "response_fields": ["content", "timings/prompt_n", "none"]}
     answer = (await connection.post("/completion", body)).json()
     assert (answer.keys(), answer["content"]) == ({"content", "timings/prompt_n"}, "")
+    assert events(await connection.post("/completion", {**body, "stream": True}))[-1].keys() == answer.keys()
+
+
+async def test_answer_reports_the_prompt_that_was_computed(connection: ClientConnection, backend: FakeBackend) -> None:
+    body = {"prompt": "x" * 100_000 + "the cat", "truncate_prompt_tokens": len(token_ids("the cat"))}
+    answer = (await connection.post("/completion", body)).json()
+    assert (answer["prompt"], answer["tokens_evaluated"]) == ("the cat", len(token_ids("the cat")))
+    assert list(backend.last.token_ids) == token_ids("the cat")
+
+
+@pytest.mark.parametrize("text", ["one\ntwo", "one two"])
+async def test_last_event_tells_whether_the_text_had_a_new_line(
+    connection: ClientConnection, backend: FakeBackend, text: str
+) -> None:
+    backend.script = says(text)
+    *_, last = events(await connection.post("/completion", {"prompt": "x", "stream": True}))
+    assert last["has_new_line"] == ("\n" in text)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +123,13 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
         ("/completion", {}, 400, "invalid_request_error", "prompt: required"),
         ("/completion", {"prompt": "x", "top_p": 2}, 400, "invalid_request_error", "top_p: "),
         ("/completion", {"prompt": "x" * 2000}, 400, "exceed_context_size_error", "prompt: "),
+        (
+            "/completion",
+            {"prompt": ["a"] * 128, "n": 16},
+            400,
+            "invalid_request_error",
+            "prompt: prompts × n_cmpl is 2048; the limit is 128",
+        ),
         ("/completion", {"prompt": [9999]}, 400, "invalid_request_error", "prompt: token id 9999"),
         (
             "/completion",
@@ -115,6 +139,13 @@ async def test_response_fields_select_by_path(connection: ClientConnection) -> N
             "post_sampling_probs",
         ),
         ("/completion", {"prompt": "x", "prompt_logprobs": 1}, 400, "invalid_request_error", "prompt_logprobs: not"),
+        (
+            "/infill",
+            {"truncate_prompt_tokens": 5},
+            400,
+            "invalid_request_error",
+            "truncate_prompt_tokens: not supported by this endpoint",
+        ),
         ("/infill", {"input_prefix": "x"}, 400, "invalid_request_error", 'input_suffix: "test/model" has no tokens'),
     ],
 )
@@ -152,6 +183,8 @@ async def test_special_tokens_are_plaintext_if_the_client_says_so(connection: Cl
     plain = (await connection.post("/tokenize", {**body, "parse_special": False})).json()["tokens"]
     assert END_TOKEN not in plain
     assert (await connection.post("/detokenize", {"tokens": plain})).json()["content"] == "a<|end|>"
+    refused = (await connection.post("/tokenize", {"content": "x" * 100_000, "parse_special": False})).json()["error"]
+    assert refused["message"].startswith("content: at least ")
 
 
 async def test_progress_of_a_completion_is_in_openais_stream_too(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.frontend.endpoints.ollama.chat import _messages
+from penstock.frontend.schemas.ollama import OllamaFunctionCall, OllamaMessage, OllamaToolCall
 from penstock.shm.messages import FailureCode, Finish
 from tests.frontend.harness import (
     END_TOKEN,
@@ -61,6 +64,7 @@ async def test_options_are_the_sampling_parameters(connection: ClientConnection,
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 3, 0.9, 0.1)
     assert (sampling.typical_p, sampling.repetition_penalty, sampling.seed) == (0.8, 1.2, 7)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, 0.4)
+    assert (await connection.post("/api/chat", {**body, "options": None})).status == 200
     body["options"] = {"repeat_penalty": 1.2, "repeat_last_n": 0, "num_predict": -1, "stop": ["wor"]}
     assert "".join(line["message"]["content"] for line in lines(await connection.post("/api/chat", body))) == "Hello, "
     assert (backend.last.sampling.repetition_penalty, backend.last.max_tokens) == (1.0, 1000 - len(token_ids(PROMPT)))
@@ -137,6 +141,17 @@ async def test_tool_calls_are_objects_and_their_results_find_them() -> None:
         assert keeper.current is not None
         assert "Result of look:\nseen" in keeper.current.tokenizer.decode(list(backend.last.token_ids))  # type: ignore[arg-type]
     await connection.end()
+
+
+def test_results_take_the_call_that_they_name_else_the_oldest_open_one() -> None:
+    named = [("a", "look"), ("b", "read"), ("c", "look"), ("d", "read")]
+    calls = [OllamaToolCall(OllamaFunctionCall(name), call_id) for call_id, name in named]
+    given = [OllamaMessage("assistant", tool_calls=calls)]
+    wanted: list[dict[str, str]] = [{"tool_call_id": "c"}, {"tool_name": "read"}, {"tool_name": "look"}, {}, {}]
+    given += [OllamaMessage("tool", "seen", **fields) for fields in wanted]
+    results = [message for message in _messages(given) if message.role == "tool"]
+    assert [result.tool_call_id for result in results] == ["c", "b", "a", "d", ""]
+    assert [result.name for result in results] == ["look", "read", "look", "read", None]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +243,7 @@ async def test_models_are_listed_and_shown(connection: ClientConnection) -> None
 async def test_details_come_from_the_models_files(tmp_path: Path) -> None:
     formats = {"quant_method": "gguf", "types": {"Q6_K": ["a"], "Q4_K": ["b", "c"]}}
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 576, "quantization_config": formats}
+    config["time_step_limit"] = [0.0, math.inf]  # written as Infinity, as Mamba 2's is
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "weights-00001.gguf").write_bytes(b"x" * 1234)
     backend = FakeBackend(model=model_card(model_dir=str(tmp_path)))
