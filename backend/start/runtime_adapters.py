@@ -60,10 +60,16 @@ class RuntimeAdapters:
             raise StartupError(
                 f"lora_name: {shorten(name)} is the name of the model or of an adapter of --lora-modules"
             )
-        found = (self._root / path).resolve()  # follows links, so that none leads out of the directory
-        if not found.is_relative_to(self._root):
-            raise StartupError(f"lora_path: {shorten(path)} is outside of the server's --lora-dir")
-        if not found.is_dir():
+        try:
+            found = (self._root / path).resolve()  # follows links, so that none leads out of the directory
+            if not found.is_relative_to(self._root):
+                raise StartupError(f"lora_path: {shorten(path)} is outside of the server's --lora-dir")
+            is_dir = found.is_dir()
+            str(found).encode()  # as `remember` must
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name that is too long, a circle of links
+            reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+            raise StartupError(f"lora_path: {shorten(path)} is no usable path: {reason}") from None
+        if not is_dir:
             raise StartupError(f"lora_path: the server's --lora-dir has no directory {shorten(path)}")
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,7 @@ from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Failure, FailureCode, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
     from penstock.backend.engine.interfaces import IEngineLink
@@ -89,6 +90,7 @@ class _Order:
     adapter: Adapter | None = None
     num_bytes: int = 0
     fault: str = ""
+    is_cancelled: bool = False
 
 
 class AdapterTable:
@@ -117,6 +119,17 @@ class AdapterTable:
         """Those that the thread is done with."""
 
     def change(self, frontend: int, message: ChangeAdapter) -> None:
+        with self._failing(frontend, message):
+            self._change(frontend, message)
+
+    def cancel(self, frontend: int, request_id: int | None = None) -> None:
+        """Drop the frontend's orders, or one of them, that wait or are read: nobody would learn of their effect."""
+        for order in (*self._waiting, *self._read, self._reading):
+            if order is not None and order.frontend == frontend and request_id in (None, order.message.request_id):
+                order.is_cancelled = True
+        self._waiting = deque(order for order in self._waiting if not order.is_cancelled)
+
+    def _change(self, frontend: int, message: ChangeAdapter) -> None:
         name, path = message.change.name, message.change.directory
         if not path:
             self._unload(frontend, message)
@@ -139,7 +152,9 @@ class AdapterTable:
         while self._read:
             order = self._read.popleft()
             self._reading = None
-            self._finish(order)
+            if not order.is_cancelled:
+                with self._failing(order.frontend, order.message):
+                    self._finish(order)
             self._read_next()
         for adapter_id in tuple(self._adapters.unloaded):
             index = self._adapters.indexes[adapter_id]
@@ -153,7 +168,11 @@ class AdapterTable:
             self._reading = order = self._waiting.popleft()
             taken_bytes = sum(loaded.num_bytes for loaded in self._adapters.loaded.values())
             taken_bytes += sum(self._adapters.unloaded.values())
-            self._start(lambda: self._read_files(order, taken_bytes))
+            try:
+                self._start(lambda: self._read_files(order, taken_bytes))
+            except RuntimeError as error:  # the system has no thread left
+                order.fault = f"lora_path: {error}"
+                self._read.append(order)
 
     def _read_files(self, order: _Order, taken_bytes: int) -> None:
         """On the other thread."""
@@ -219,6 +238,15 @@ class AdapterTable:
             ids = {adapter.name: adapter.adapter_id for adapter in adapters}
             loaded = self._adapters.loaded.items()
             self._rules.remember({name: (each.directory, ids[name]) for name, each in loaded})
+
+    @contextmanager
+    def _failing(self, frontend: int, message: ChangeAdapter) -> Generator[None, None, None]:
+        """An error of ours fails this one order; the loop goes on."""
+        try:
+            yield
+        except Exception:
+            logger.exception("request %d of frontend %d fails: an adapter", message.request_id, frontend)
+            self._push_failure(frontend, Failure(message.request_id, FailureCode.INTERNAL))
 
     def _put(self, index: int, read: ReadAdapter | None) -> None:
         if (forward_pass := self._pass) is not None and self._executor is not None:
