@@ -371,12 +371,11 @@ class BackendClient:
 
     def _detach(self) -> None:
         self._capacity.outage.begin()
-        # Shared buffers go with the session, and with them the streams that use some. An adapter may have ended the
-        # backend, and belongs to one replica.
+        # Shared buffers go with the session, and with them the streams that use some.
         self._streams.buffers = None
         self._streams.room.set()
         for stream in self._streams:
-            if stream.loans or isinstance(stream.message, ChangeAdapter):
+            if stream.is_bound:
                 self._streams.fail(stream, FailureCode.UNAVAILABLE)
         self._resubmission.backend_died()
         self._membership.lost()

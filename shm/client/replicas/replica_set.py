@@ -301,9 +301,7 @@ class ReplicaSet:
 
     def _target_of(self, stream: OpenStream, source: Replica) -> Replica | None:
         """The replica that should take the stream. None if no other is ready, or none has its adapter while the source
-        may come back, and for a change of this replica's adapters."""
-        if isinstance(stream.message, ChangeAdapter):
-            return None
+        may come back."""
         others = self._others(source)
         if not any(other.has_adapter(stream.message.adapter) for other in others) and self._comes_back(source):
             return None
