@@ -52,6 +52,12 @@ def open_refused(model_dir: Path, adapter_dir: Path, match: str) -> None:
         ({"r": 8}, r"lora_A.* has shape \[4, 96\]; .*the rank in adapter_config.json it is \[8, 96\]"),
         ({"rank_pattern": {"q_proj": 6}}, r"q_proj.lora_A.weight has shape \[4, 64\]; .*it is \[6, 64\]"),
         ({"alpha_pattern": {"(": 6}}, "the pattern '\\(' is no regular expression"),
+        ({"rank_pattern": {"(a|a)+b": 6}}, r"the pattern '\(a\|a\)\+b' has '\)\+b'; patterns may have"),
+        ({"rank_pattern": {"(?=a)": 6}}, r"the pattern '\(\?=a\)' has '\?=a\)'"),
+        ({"rank_pattern": {"a**": 6}}, r"the pattern 'a\*\*' has '\*'"),
+        ({"rank_pattern": {"(.|.)" * 5: 6}}, "has 5 groups and repetitions, all up to it 5; the limits are 4 and 32"),
+        ({"rank_pattern": {f"{n}.*": 6 for n in range(33)}}, "has 1 groups and repetitions, all up to it 33"),
+        ({"rank_pattern": {"a)(b": 6}}, r"the pattern 'a\)\(b' is no regular expression: unbalanced"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     ],
 )  # fmt: skip
