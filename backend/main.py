@@ -140,7 +140,8 @@ def serve(options: BackendOptions) -> None:
     name = pass_name(options, config_dir)
     pass_class = find_forward_pass(name)  # imports torch
     spare_imports()
-    spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
+    num_kept = 0 if rules is None else len(rules.kept)
+    spec, settings = describe_pass(options, name, pass_class, config_dir, settings, num_kept)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:

@@ -94,8 +94,8 @@ def _check_patterns(patterns: tuple[str, ...], path: Path) -> None:
         num_all += num_choices
         if at < len(pattern):
             raise StartupError(
-                f"{path}: the pattern {shorten(pattern)} has {shorten(pattern[at:])}; patterns may have plain characters, "
-                r". \d \w \. \- [...] | ^ $, groups, and * + ? {n} after a single character"
+                f"{path}: the pattern {shorten(pattern)} has {shorten(pattern[at:])}; patterns may have plain "
+                r"characters, . \d \w \. \- [...] | ^ $, groups, and * + ? {n} after a single character"
             )
         if num_choices > _MAX_CHOICES or num_all > _MAX_ALL_CHOICES:
             raise StartupError(

@@ -121,3 +121,11 @@ def test_matrices_are_those_of_the_file_and_the_id_follows_every_byte(model_dir:
     assert re.fullmatch("[0-9a-f]{24}", first)
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert adapter_id(adapter_dir) != first
+
+
+def test_memory_counts_ranks_padded_to_four(model_dir: Path, tmp_path: Path) -> None:
+    directory = make_adapter(load_oracle(model_dir), tmp_path / "adapter", rank=1)
+    shapes = {name: tensor.shape for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
+    with PeftAdapter(directory, read_decoder_config(model_dir)) as adapter:
+        padded = (4 * shape[1] if "lora_A" in name else shape[0] for name, shape in shapes.items())
+        assert adapter.num_values == sum(padded)
