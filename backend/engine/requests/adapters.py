@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,7 +14,8 @@ from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Failure, FailureCode, Finish
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.backend.engine.interfaces import IEngineLink
@@ -25,6 +27,7 @@ logger = logging.getLogger("penstock.backend")
 
 _MAX_ORDERS = 16
 """Orders to load that wait for the one that is carried out."""
+_NOT_NOW = "adapters cannot be changed while another backend takes over from this one: try again when it has"
 
 
 class IPassThread(Protocol):
@@ -52,6 +55,10 @@ class IAdapterRules(Protocol):
 
     def check_room(self, num_bytes: int, taken_bytes: int) -> None:
         """Raises StartupError if the adapter takes more memory than is left beside those that were loaded before."""
+        ...
+
+    def changing(self) -> AbstractContextManager[bool]:
+        """Whether no other backend would miss a change in this block: no successor has read what `remember` keeps."""
         ...
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
@@ -119,8 +126,7 @@ class AdapterTable:
         """Those that the thread is done with."""
 
     def change(self, frontend: int, message: ChangeAdapter) -> None:
-        with self._failing(frontend, message):
-            self._change(frontend, message)
+        self._carry_out(frontend, message, lambda: self._change(frontend, message))
 
     def cancel(self, frontend: int, request_id: int | None = None) -> None:
         """Drop the frontend's orders, or one of them, that wait or are read: nobody would learn of their effect."""
@@ -153,8 +159,7 @@ class AdapterTable:
             order = self._read.popleft()
             self._reading = None
             if not order.is_cancelled:
-                with self._failing(order.frontend, order.message):
-                    self._finish(order)
+                self._carry_out(order.frontend, order.message, functools.partial(self._finish, order))
             self._read_next()
         for adapter_id in tuple(self._adapters.unloaded):
             index = self._adapters.indexes[adapter_id]
@@ -239,14 +244,18 @@ class AdapterTable:
             loaded = self._adapters.loaded.items()
             self._rules.remember({name: (each.directory, ids[name]) for name, each in loaded})
 
-    @contextmanager
-    def _failing(self, frontend: int, message: ChangeAdapter) -> Generator[None, None, None]:
+    def _carry_out(self, frontend: int, message: ChangeAdapter, work: Callable[[], None]) -> None:
         """An error of ours fails this one order; the loop goes on."""
+        failure = Failure(message.request_id, FailureCode.UNAVAILABLE, text=_NOT_NOW)
         try:
-            yield
+            with nullcontext(True) if self._rules is None else self._rules.changing() as is_allowed:
+                if is_allowed:
+                    work()
+                    return
         except Exception:
             logger.exception("request %d of frontend %d fails: an adapter", message.request_id, frontend)
-            self._push_failure(frontend, Failure(message.request_id, FailureCode.INTERNAL))
+            failure = Failure(message.request_id, FailureCode.INTERNAL)
+        self._push_failure(frontend, failure)
 
     def _put(self, index: int, read: ReadAdapter | None) -> None:
         if (forward_pass := self._pass) is not None and self._executor is not None:

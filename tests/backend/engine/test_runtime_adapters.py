@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Rules:
 
     remembered: dict[str, str] = field(default_factory=dict)
     num_announced: int = 0
+    is_alone: bool = True
 
     def find_directory(self, name: str, path: str) -> Path:
         if name == "taken":
@@ -68,6 +70,9 @@ class Rules:
     def check_room(self, num_bytes: int, taken_bytes: int) -> None:
         if num_bytes + taken_bytes > 30:
             raise StartupError("no room")
+
+    def changing(self) -> AbstractContextManager[bool]:
+        return nullcontext(self.is_alone)
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
         if "forgotten" in loaded:
@@ -230,6 +235,17 @@ def test_order_whose_request_has_ended_has_no_effect(event: Cancellation | Front
     read()
     rig.bench.turn()
     assert (rig.forward_pass.put, rig.rules.remembered, rig.waiting) == ([], {}, [read])
+
+
+def test_nothing_changes_while_another_backend_takes_over() -> None:
+    rig = Rig()
+    rig.load("one", "dir-one")
+    request_id = rig.order("two", "dir-two")
+    rig.rules.is_alone = False
+    rig.read()
+    for each in (request_id, rig.order("one"), rig.order("three", "dir-three")):
+        assert rig.failure(each)[0] is FailureCode.UNAVAILABLE
+    assert rig.rules.remembered == {"one": "dir-one"}
 
 
 def test_adapters_share_the_budget_with_those_that_are_leaving() -> None:

@@ -67,6 +67,14 @@ async def test_replica_that_is_not_ready_is_503_and_nothing_is_loaded(
     assert replicas[0].questions == []
 
 
+async def test_change_during_an_upgrade_is_503_with_the_reason(
+    operator: ClientConnection, replicas: list[FakeBackend]
+) -> None:
+    replicas[0].script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.UNAVAILABLE, failure_text="not now")]
+    answer = await change(operator)
+    assert (answer.status, answer.error["message"], "retry-after" in answer.headers) == (503, "not now", True)
+
+
 async def test_adapter_is_unloaded_from_the_replicas_that_have_it(
     operator: ClientConnection, replicas: list[FakeBackend], backend: FakeBackend
 ) -> None:
