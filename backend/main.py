@@ -140,8 +140,7 @@ def serve(options: BackendOptions) -> None:
     name = pass_name(options, config_dir)
     pass_class = find_forward_pass(name)  # imports torch
     spare_imports()
-    num_kept = 0 if rules is None else len(rules.kept)
-    spec, settings = describe_pass(options, name, pass_class, config_dir, settings, num_kept)
+    spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:
