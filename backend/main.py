@@ -140,7 +140,7 @@ def serve(options: BackendOptions) -> None:
     name = pass_name(options, config_dir)
     pass_class = find_forward_pass(name)  # imports torch
     spare_imports()
-    spec, settings = describe_pass(options, name, pass_class, config_dir, settings)
+    spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
     plan = plan_memory(options, spec, settings, memory)
     if options.dry_run:

@@ -129,8 +129,10 @@ class Engine:
                     self._adapters.change(frontend, order)
                 case Cancellation(frontend, request_id, noticed_ns, keep):
                     self._canceller.cancel(frontend, request_id, noticed_ns, keep)
+                    self._adapters.cancel(frontend, request_id)
                 case FrontendDeath(frontend):
                     self._canceller.drop_frontend(frontend)
+                    self._adapters.cancel(frontend)
         self._adapters.turn()
         self._canceller.expire()
         self._intake.submit_compiled()

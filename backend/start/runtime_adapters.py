@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 from dataclasses import replace
@@ -21,7 +22,7 @@ from penstock.backend.start.startup import named_adapters
 from penstock.process.options import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
     from penstock.backend.engine.interfaces import IEngineLink
     from penstock.backend.engine.requests.adapters import IPassThread
@@ -50,6 +51,10 @@ class RuntimeAdapters:
         fixed = named_adapters(options)
         self._own_names = (options.model_id(), *options.aliases(), *(adapter.name for adapter in fixed))
         self._fd = options.adapters_fd
+        self._lock_fd = None if self._fd is None else os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
+        """Each backend that has read the list holds a shared lock until it ends, and with it alone the list changes."""
+        if self._lock_fd is not None:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         self.kept = self._kept()
         """The adapters that the last process had, as far as they are still the same."""
 
@@ -60,10 +65,16 @@ class RuntimeAdapters:
             raise StartupError(
                 f"lora_name: {shorten(name)} is the name of the model or of an adapter of --lora-modules"
             )
-        found = (self._root / path).resolve()  # follows links, so that none leads out of the directory
-        if not found.is_relative_to(self._root):
-            raise StartupError(f"lora_path: {shorten(path)} is outside of the server's --lora-dir")
-        if not found.is_dir():
+        try:
+            found = (self._root / path).resolve()  # follows links, so that none leads out of the directory
+            if not found.is_relative_to(self._root):
+                raise StartupError(f"lora_path: {shorten(path)} is outside of the server's --lora-dir")
+            is_dir = found.is_dir()
+            str(found).encode()  # as `remember` must
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL, a name that is too long, a circle of links
+            reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+            raise StartupError(f"lora_path: {shorten(path)} is no usable path: {reason}") from None
+        if not is_dir:
             raise StartupError(f"lora_path: the server's --lora-dir has no directory {shorten(path)}")
         return found
 
@@ -76,6 +87,21 @@ class RuntimeAdapters:
                 f"the adapter takes {format_size(num_bytes)}; of --lora-budget {format_size(self._budget)} "
                 f"{format_size(max(0, self._budget - taken_bytes))} are left"
             )
+
+    @contextlib.contextmanager
+    def changing(self) -> Generator[bool, None, None]:
+        is_alone = True
+        if self._lock_fd is None:
+            yield is_alone
+            return
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_alone = False
+        try:
+            yield is_alone
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_SH)  # others hold it exclusively for less than a turn
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
         """One line in the fd, whose rest is old: a kill in between leaves this list or the one before."""

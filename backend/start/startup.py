@@ -113,9 +113,14 @@ def pass_name(options: BackendOptions, config_dir: Path) -> str:
 
 
 def describe_pass(
-    options: BackendOptions, name: str, pass_class: type[IBatchedForwardPass], config_dir: Path, settings: PassOptions
+    options: BackendOptions,
+    name: str,
+    pass_class: type[IBatchedForwardPass],
+    config_dir: Path,
+    settings: PassOptions,
+    num_kept: int = 0,
 ) -> tuple[PassSpec, PassOptions]:
-    """Return the pass's spec and its settings.
+    """Return the pass's spec and its settings. The last num_kept adapters belong to --lora-budget.
 
     Without a KV cache a step must hold the longest input, and may hold many short ones. Raises StartupError if the pass
     cannot do what the options ask for.
@@ -133,7 +138,11 @@ def describe_pass(
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))
     if options.lora_dir is not None:
-        spec = replace(spec, workspace_bytes=spec.workspace_bytes + options.lora_budget)
+        kept_bytes = 0
+        if num_kept:
+            others = replace(settings, adapters=settings.adapters[:-num_kept])
+            kept_bytes = spec.weight_bytes - pass_class.describe(config_dir, others).weight_bytes
+        spec = replace(spec, workspace_bytes=spec.workspace_bytes + max(0, options.lora_budget - kept_bytes))
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

@@ -74,6 +74,8 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return ApiError(ErrorKind.CANCELLED, message)
         case FailureCode.TAKEN_OVER:
             return ApiError(ErrorKind.TAKEN_OVER, "another connection reads this stream now, or has deleted it")
+        case FailureCode.UNAVAILABLE if batch.failure_text:
+            return retry_later(ErrorKind.UNAVAILABLE, batch.failure_text, retry_after_s)
         case FailureCode.UNAVAILABLE:
             return backend_unavailable(retry_after_s)
         case _:

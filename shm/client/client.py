@@ -375,7 +375,7 @@ class BackendClient:
         self._streams.buffers = None
         self._streams.room.set()
         for stream in self._streams:
-            if stream.loans:
+            if stream.is_bound:
                 self._streams.fail(stream, FailureCode.UNAVAILABLE)
         self._resubmission.backend_died()
         self._membership.lost()

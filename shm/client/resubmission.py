@@ -101,7 +101,7 @@ class Resubmission:
 
     def give(self, streams: Iterable[OpenStream], *, is_alive: bool) -> list[OpenStream]:
         """Remove the open streams that another client can continue. If the backend is alive, it cancels them."""
-        given = {stream: None for stream in streams if not stream.loans}
+        given = {stream: None for stream in streams if not stream.is_bound}
         for stream in given:
             if is_alive and not stream.is_queued:
                 self._outbox.cancel(stream.request_id)

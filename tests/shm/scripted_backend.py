@@ -31,6 +31,7 @@ from penstock.shm.messages import (
     AskQuote,
     AskStream,
     CancelOther,
+    ChangeAdapter,
     Failure,
     FailureCode,
     Finish,
@@ -149,6 +150,8 @@ class ScriptedEngine:
             match event:
                 case Submission():
                     self._submit(event)
+                case Question(_, ChangeAdapter()):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 case Question(frontend, message):
                     self._answer(frontend, message)
                 case Cancellation(frontend, request_id):

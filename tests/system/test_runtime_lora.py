@@ -124,6 +124,8 @@ def expected(adapter: Path) -> list[int]:
         ("new", "/etc", 400, "outside of the server's --lora-dir"),
         ("new", "link", 400, "outside of the server's --lora-dir"),
         ("new", "none", 400, "has no directory"),
+        ("new", "a\0b", 400, "is no usable path"),
+        ("new", "n" * 256, 400, "is no usable path"),
         ("new", "broken", 400, "is truncated"),
         ("new", "wide", 400, "of --lora-budget"),
     ],

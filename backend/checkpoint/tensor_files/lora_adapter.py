@@ -90,7 +90,12 @@ class PeftAdapter:
 
     @property
     def num_values(self) -> int:
-        return sum(tensor.shape[0] * tensor.shape[1] for tensor in self._tensors.values())
+        """Numbers in memory: kernels pad ranks to 4 and outputs to 16 (`native_lora`)."""
+        num_values = 0
+        for name, tensor in self._tensors.items():
+            rows, columns = tensor.shape
+            num_values += (rows + -rows % (4 if name.endswith(_DOWN) else 16)) * columns
+        return num_values
 
     @property
     def modules(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -34,7 +35,12 @@ _REFUSED = {
 T = TypeVar("T")
 _Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
 _Alpha = Annotated[float, Meta(ge=0.0, le=1e6)]
-_Pattern = Annotated[str, Meta(min_length=1, max_length=512)]
+_Pattern = Annotated[str, Meta(min_length=1, max_length=200)]
+_MAX_PATTERNS = 1024
+_ITEM = r"(?:[^\\()\[\]{}*+?|^$]|\\[dw.\-]|\[\^?[^\\\[\]]+\])"
+_TOKEN = re.compile(rf"{_ITEM}(?P<repeat>[*+?]|{{\d+(?:,\d*)?}})?|[|^$]|(?P<group>\((?:\?:)?)|\)(?![*+?{{])")
+_MAX_CHOICES, _MAX_ALL_CHOICES = 4, 32
+"""Groups and repetitions in a pattern, and in all of a file: matching takes time to the power of the first number."""
 
 
 class PeftConfig(Struct, frozen=True):
@@ -46,8 +52,8 @@ class PeftConfig(Struct, frozen=True):
     base_model_name_or_path: str | None = None
     bias: str = "none"
     use_rslora: bool = False
-    rank_pattern: Annotated[dict[_Pattern, _Rank], Meta(max_length=4096)] = {}
-    alpha_pattern: Annotated[dict[_Pattern, _Alpha], Meta(max_length=4096)] = {}
+    rank_pattern: Annotated[dict[_Pattern, _Rank], Meta(max_length=_MAX_PATTERNS)] = {}
+    alpha_pattern: Annotated[dict[_Pattern, _Alpha], Meta(max_length=_MAX_PATTERNS)] = {}
 
     def rank_of(self, module: str) -> int:
         """The rank that the matrices of a module, such as model.layers.0.self_attn.q_proj, must have."""
@@ -73,12 +79,33 @@ def read_peft_config(directory: Path) -> PeftConfig:
             meaning = _REFUSED.get(key, "it changes how the matrices are applied")
             raise StartupError(f"{path}: {key} is {shorten(value)}; this is not supported: {meaning}")
     _check_init(values.get("init_lora_weights"), path)
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
+    _check_patterns((*config.rank_pattern, *config.alpha_pattern), path)
+    return config
+
+
+def _check_patterns(patterns: tuple[str, ...], path: Path) -> None:
+    """Allow what cannot take long: no group is repeated, and few choices multiply."""
+    num_all = 0
+    for pattern in patterns:
+        at = num_choices = 0
+        while (token := _TOKEN.match(pattern, at)) is not None:
+            at = token.end()
+            num_choices += token["repeat"] is not None or token["group"] is not None
+        num_all += num_choices
+        if at < len(pattern):
+            raise StartupError(
+                f"{path}: the pattern {shorten(pattern)} has {shorten(pattern[at:])}; patterns may have plain "
+                r"characters, . \d \w \. \- [...] | ^ $, groups, and * + ? {n} after a single character"
+            )
+        if num_choices > _MAX_CHOICES or num_all > _MAX_ALL_CHOICES:
+            raise StartupError(
+                f"{path}: the pattern {shorten(pattern)} has {num_choices} groups and repetitions, all up to it "
+                f"{num_all}; the limits are {_MAX_CHOICES} and {_MAX_ALL_CHOICES}"
+            )
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise StartupError(f"{path}: the pattern {shorten(pattern)} is no regular expression: {error}") from None
-    return config
 
 
 def _check_init(init: Any, path: Path) -> None:
@@ -89,6 +116,12 @@ def _check_init(init: Any, path: Path) -> None:
         )
 
 
+@functools.lru_cache(maxsize=2 * _MAX_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """It matches the end of a module's name, as in peft."""
+    return re.compile(rf"(.*\.)?({pattern})$")
+
+
 def _of_pattern(patterns: dict[str, T], module: str, default: T) -> T:
-    """The value of the first pattern that matches the end of the module's name, as in peft."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    """The value of the first pattern that matches."""
+    return next((value for key, value in patterns.items() if _compiled(key).match(module)), default)

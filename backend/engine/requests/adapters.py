@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +15,7 @@ from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Failure, FailureCode, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from penstock.backend.engine.interfaces import IEngineLink
@@ -24,6 +27,7 @@ logger = logging.getLogger("penstock.backend")
 
 _MAX_ORDERS = 16
 """Orders to load that wait for the one that is carried out."""
+_NOT_NOW = "adapters cannot be changed while another backend takes over from this one: try again when it has"
 
 
 class IPassThread(Protocol):
@@ -51,6 +55,10 @@ class IAdapterRules(Protocol):
 
     def check_room(self, num_bytes: int, taken_bytes: int) -> None:
         """Raises StartupError if the adapter takes more memory than is left beside those that were loaded before."""
+        ...
+
+    def changing(self) -> AbstractContextManager[bool]:
+        """Whether no other backend would miss a change in this block: no successor has read what `remember` keeps."""
         ...
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
@@ -89,6 +97,7 @@ class _Order:
     adapter: Adapter | None = None
     num_bytes: int = 0
     fault: str = ""
+    is_cancelled: bool = False
 
 
 class AdapterTable:
@@ -117,6 +126,16 @@ class AdapterTable:
         """Those that the thread is done with."""
 
     def change(self, frontend: int, message: ChangeAdapter) -> None:
+        self._carry_out(frontend, message, lambda: self._change(frontend, message))
+
+    def cancel(self, frontend: int, request_id: int | None = None) -> None:
+        """Drop the frontend's orders, or one of them, that wait or are read: nobody would learn of their effect."""
+        for order in (*self._waiting, *self._read, self._reading):
+            if order is not None and order.frontend == frontend and request_id in (None, order.message.request_id):
+                order.is_cancelled = True
+        self._waiting = deque(order for order in self._waiting if not order.is_cancelled)
+
+    def _change(self, frontend: int, message: ChangeAdapter) -> None:
         name, path = message.change.name, message.change.directory
         if not path:
             self._unload(frontend, message)
@@ -139,7 +158,8 @@ class AdapterTable:
         while self._read:
             order = self._read.popleft()
             self._reading = None
-            self._finish(order)
+            if not order.is_cancelled:
+                self._carry_out(order.frontend, order.message, functools.partial(self._finish, order))
             self._read_next()
         for adapter_id in tuple(self._adapters.unloaded):
             index = self._adapters.indexes[adapter_id]
@@ -153,7 +173,11 @@ class AdapterTable:
             self._reading = order = self._waiting.popleft()
             taken_bytes = sum(loaded.num_bytes for loaded in self._adapters.loaded.values())
             taken_bytes += sum(self._adapters.unloaded.values())
-            self._start(lambda: self._read_files(order, taken_bytes))
+            try:
+                self._start(lambda: self._read_files(order, taken_bytes))
+            except RuntimeError as error:  # the system has no thread left
+                order.fault = f"lora_path: {error}"
+                self._read.append(order)
 
     def _read_files(self, order: _Order, taken_bytes: int) -> None:
         """On the other thread."""
@@ -219,6 +243,19 @@ class AdapterTable:
             ids = {adapter.name: adapter.adapter_id for adapter in adapters}
             loaded = self._adapters.loaded.items()
             self._rules.remember({name: (each.directory, ids[name]) for name, each in loaded})
+
+    def _carry_out(self, frontend: int, message: ChangeAdapter, work: Callable[[], None]) -> None:
+        """An error of ours fails this one order; the loop goes on."""
+        failure = Failure(message.request_id, FailureCode.UNAVAILABLE, text=_NOT_NOW)
+        try:
+            with nullcontext(True) if self._rules is None else self._rules.changing() as is_allowed:
+                if is_allowed:
+                    work()
+                    return
+        except Exception:
+            logger.exception("request %d of frontend %d fails: an adapter", message.request_id, frontend)
+            failure = Failure(message.request_id, FailureCode.INTERNAL)
+        self._push_failure(frontend, failure)
 
     def _put(self, index: int, read: ReadAdapter | None) -> None:
         if (forward_pass := self._pass) is not None and self._executor is not None:

@@ -33,6 +33,7 @@ async def load(exchange: Exchange, context: EndpointContext) -> None:
     context.admission.check_operator(exchange)
     body = await context.receive_command(exchange, decode_load_adapter)
     served = await context.model_soon(exchange, "generate", body.base_model_name)
+    context.models.check_adapter_name(body.lora_name, served)
     done: list[BackendClient] = []
     try:
         for backend in _ready_backends(served):

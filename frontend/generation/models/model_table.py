@@ -104,6 +104,14 @@ class ServedModels:
             raise unknown_model(requested, [name for keeper in keepers for name in names_of(keeper)])
         raise _unable(task, [served.card for served in loaded])
 
+    def check_adapter_name(self, name: str, base: ServedModel) -> None:
+        """Raises ApiError if another model or its adapter has the name. The base itself checks its own."""
+        for keeper in self.keepers:
+            keeper.take_adapters()
+            if keeper.backend is not base.backend and name in names_of(keeper):
+                message = f"lora_name: {shorten(name)} is the name of another model of this server or of its adapter"
+                raise ApiError(ErrorKind.INVALID_VALUE, message, param="lora_name")
+
     def tei_task(self, requested: str | None) -> Task:
         """The task whose model's tokenizer TEI's endpoints use: without a name a model that computes vectors, if the
         server has one."""

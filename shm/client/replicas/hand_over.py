@@ -86,7 +86,7 @@ class HandOver:
         if running:
             await self._next_token(groups)
         for index, target in targets.items():
-            moving = [stream for stream in self._still_there(groups[index]) if not stream.loans]
+            moving = [stream for stream in self._still_there(groups[index]) if not stream.is_bound]
             if moving and self._source.computes and target.client.ready:
                 self._move(self._source, moving, target)
                 self.num_moved += len(moving)

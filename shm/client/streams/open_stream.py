@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.messages import BufferRef, FailureCode, Finish, Keep
+from penstock.shm.messages import BufferRef, ChangeAdapter, FailureCode, Finish, Keep
 
 if TYPE_CHECKING:
     from array import array
@@ -163,6 +163,11 @@ class OpenStream:
     def has_tokens(self) -> bool:
         """At least one token has been generated."""
         return len(self.tokens) > self.num_prompt_tokens
+
+    @property
+    def is_bound(self) -> bool:
+        """It ends with its backend: it uses shared buffers, or changes adapters, which may have ended the backend."""
+        return bool(self.loans) or isinstance(self.message, ChangeAdapter)
 
     def mark_admitted(self) -> None:
         """Ask the backend to queue it by the time at which it was first submitted."""

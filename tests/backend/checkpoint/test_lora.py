@@ -52,6 +52,12 @@ def open_refused(model_dir: Path, adapter_dir: Path, match: str) -> None:
         ({"r": 8}, r"lora_A.* has shape \[4, 96\]; .*the rank in adapter_config.json it is \[8, 96\]"),
         ({"rank_pattern": {"q_proj": 6}}, r"q_proj.lora_A.weight has shape \[4, 64\]; .*it is \[6, 64\]"),
         ({"alpha_pattern": {"(": 6}}, "the pattern '\\(' is no regular expression"),
+        ({"rank_pattern": {"(a|a)+b": 6}}, r"the pattern '\(a\|a\)\+b' has '\)\+b'; patterns may have"),
+        ({"rank_pattern": {"(?=a)": 6}}, r"the pattern '\(\?=a\)' has '\?=a\)'"),
+        ({"rank_pattern": {"a**": 6}}, r"the pattern 'a\*\*' has '\*'"),
+        ({"rank_pattern": {"(.|.)" * 5: 6}}, "has 5 groups and repetitions, all up to it 5; the limits are 4 and 32"),
+        ({"rank_pattern": {f"{n}.*": 6 for n in range(33)}}, "has 1 groups and repetitions, all up to it 33"),
+        ({"rank_pattern": {"a)(b": 6}}, r"the pattern 'a\)\(b' is no regular expression: unbalanced"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     ],
 )  # fmt: skip
@@ -115,3 +121,11 @@ def test_matrices_are_those_of_the_file_and_the_id_follows_every_byte(model_dir:
     assert re.fullmatch("[0-9a-f]{24}", first)
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert adapter_id(adapter_dir) != first
+
+
+def test_memory_counts_ranks_padded_to_four(model_dir: Path, tmp_path: Path) -> None:
+    directory = make_adapter(load_oracle(model_dir), tmp_path / "adapter", rank=1)
+    shapes = {name: tensor.shape for name, tensor in load_file(directory / "adapter_model.safetensors").items()}
+    with PeftAdapter(directory, read_decoder_config(model_dir)) as adapter:
+        padded = (4 * shape[1] if "lora_A" in name else shape[0] for name, shape in shapes.items())
+        assert adapter.num_values == sum(padded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.fake import FakePass
-from penstock.shm.link.events import Question
+from penstock.shm.link.events import Cancellation, FrontendDeath, Question
 from penstock.shm.messages import MAX_ADAPTERS, Adapter, AdapterChange, ChangeAdapter, FailureCode, Finish
 from tests.backend.harness import Bench
 from tests.fake_passes import next_token
@@ -52,10 +53,13 @@ class Rules:
 
     remembered: dict[str, str] = field(default_factory=dict)
     num_announced: int = 0
+    is_alone: bool = True
 
     def find_directory(self, name: str, path: str) -> Path:
         if name == "taken":
             raise StartupError("lora_name: taken")
+        if name == "fatal":
+            raise ZeroDivisionError
         return Path(path)
 
     def announce(self, name: str, directory: Path, rank: int) -> Adapter:
@@ -67,7 +71,12 @@ class Rules:
         if num_bytes + taken_bytes > 30:
             raise StartupError("no room")
 
+    def changing(self) -> AbstractContextManager[bool]:
+        return nullcontext(self.is_alone)
+
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
+        if "forgotten" in loaded:
+            raise ZeroDivisionError
         self.remembered = {name: adapter_id for name, (_, adapter_id) in loaded.items()}
 
 
@@ -201,6 +210,42 @@ def test_adapter_that_cannot_be_loaded_changes_nothing(name: str, directory: str
     rig = Rig()
     assert rig.failure(rig.load(name, directory)) == (FailureCode.BAD_ADAPTER, text)
     assert (rig.forward_pass.put, rig.bench.link.adapters, len(rig.adapters.indexes)) == ([], None, 1)
+
+
+@pytest.mark.parametrize("name", ["fatal", "forgotten"])
+def test_error_of_ours_fails_one_order_and_the_loop_goes_on(name: str) -> None:
+    rig = Rig()
+    received = rig.bench.received(rig.load(name, "x"))
+    assert received.finishes == [Finish.REJECTED]
+    assert received.failure is not None
+    assert received.failure.code == FailureCode.INTERNAL
+    rig.bench.submit(PROMPT, 9, request_id=1)
+    rig.bench.run_dry()
+    assert rig.bench.received(1).token_ids == expected(9, -1)
+
+
+@pytest.mark.parametrize("event", [Cancellation(1, 101), FrontendDeath(1)])
+def test_order_whose_request_has_ended_has_no_effect(event: Cancellation | FrontendDeath) -> None:
+    rig = Rig()
+    rig.order("one", "dir-one")
+    (read,) = rig.waiting
+    rig.order("two", "dir-two")
+    rig.bench.link.arrivals += [event, Cancellation(1, 102)]
+    rig.bench.turn()
+    read()
+    rig.bench.turn()
+    assert (rig.forward_pass.put, rig.rules.remembered, rig.waiting) == ([], {}, [read])
+
+
+def test_nothing_changes_while_another_backend_takes_over() -> None:
+    rig = Rig()
+    rig.load("one", "dir-one")
+    request_id = rig.order("two", "dir-two")
+    rig.rules.is_alone = False
+    rig.read()
+    for each in (request_id, rig.order("one"), rig.order("three", "dir-three")):
+        assert rig.failure(each)[0] is FailureCode.UNAVAILABLE
+    assert rig.rules.remembered == {"one": "dir-one"}
 
 
 def test_adapters_share_the_budget_with_those_that_are_leaving() -> None:

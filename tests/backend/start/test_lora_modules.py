@@ -87,6 +87,32 @@ def test_list_of_adapters_survives_a_kill_within_its_write_and_changed_files(tmp
     os.close(fd)
 
 
+def test_list_of_adapters_changes_only_while_one_backend_has_read_it(tmp_path: Path) -> None:
+    fd = os.memfd_create("adapters")
+    options = BackendOptions(gpu="none", lora_dir=tmp_path, adapters_fd=fd)
+    old = RuntimeAdapters(options, tmp_path)
+    with old.changing() as is_alone:
+        assert is_alone
+    new = RuntimeAdapters(options, tmp_path)
+    for rules in (old, new, old):
+        with rules.changing() as is_alone:
+            assert not is_alone
+    assert old._lock_fd is not None
+    os.close(old._lock_fd)  # as its end does
+    with new.changing() as is_alone:
+        assert is_alone
+    os.close(fd)
+
+
+def test_path_that_is_none_is_refused_by_the_field(tmp_path: Path) -> None:
+    rules = RuntimeAdapters(BackendOptions(gpu="none", lora_dir=tmp_path), tmp_path)
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "link").symlink_to(os.fsdecode(b"not-utf8-\xff"))
+    for path in ("a\0b", "n" * 256, "circle", "link"):
+        with pytest.raises(StartupError, match=r"^lora_path: .* is no usable path: .*$"):
+            rules.find_directory("sql", path)
+
+
 def test_directory_of_adapters_must_exist(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"--lora-dir: the directory .*none does not exist"):
         with_kept_adapters(BackendOptions(lora_dir=tmp_path / "none"))

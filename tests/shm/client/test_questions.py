@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.shm.client import (
+    AdapterChange,
     BackendClient,
     BackendUnavailable,
     FailureCode,
@@ -16,8 +17,8 @@ from penstock.shm.client import (
     StreamName,
     StreamQuestion,
 )
-from tests.shm.client.harness import connected, request
-from tests.shm.scripted_backend import ScriptedBackend
+from tests.shm.client.harness import connected, request, until
+from tests.shm.scripted_backend import BackendProcess, ScriptedBackend
 
 
 async def test_each_question_is_answered_with_what_it_asks_for(socket_path: Path) -> None:
@@ -42,6 +43,16 @@ async def test_question_is_not_held_for_the_next_backend(socket_path: Path) -> N
     with pytest.raises(BackendUnavailable):
         client.ask_quote(request([1], 5), QuoteTerms())
     await client.close()
+
+
+async def test_adapter_that_kills_its_backend_does_not_go_to_the_next(socket_path: Path) -> None:
+    with BackendProcess(socket_path) as backend:
+        async with connected(socket_path) as client:
+            end = await client.ask(AdapterChange("new", "deadly")).result()
+            assert (end.finish, end.failure) == (Finish.FAILED, FailureCode.UNAVAILABLE)
+            backend.restart()
+            await until(lambda: client.ready)
+            assert backend.alive
 
 
 async def test_field_of_a_question_out_of_bounds_is_named(socket_path: Path) -> None:

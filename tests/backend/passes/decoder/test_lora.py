@@ -19,8 +19,10 @@ from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_q
 from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.ops.layer_groups import split_groups
+from penstock.backend.start.startup import describe_pass
 from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder import test_quantized_pass as quantized
 from tests.backend.passes.decoder.driver import Driver, DriverRow
@@ -201,3 +203,14 @@ def test_spec_has_ranks_and_bytes_before_and_after_loading() -> None:
     loaded = make_pass("llama3", make_native_ops)
     assert loaded.spec.adapter_ranks == described.adapter_ranks
     assert loaded.spec.weight_bytes == described.weight_bytes
+
+
+def test_plan_counts_adapters_of_the_last_process_within_their_budget(tmp_path: Path) -> None:
+    options = BackendOptions(gpu="none", lora_dir=tmp_path, lora_budget=10**9)
+    settings, described = PassOptions(dtype="fp32", adapters=adapters("llama3")), []
+    for num_kept in (0, 3):
+        spec, _ = describe_pass(options, "decoder", CpuDecoderPass, checkpoint("llama3"), settings, num_kept)
+        described.append(spec)
+    plain = CpuDecoderPass.describe(checkpoint("llama3"), PassOptions(dtype="fp32"))
+    kept_bytes = described[0].weight_bytes - plain.weight_bytes
+    assert described[0].workspace_bytes - described[1].workspace_bytes == kept_bytes > 0

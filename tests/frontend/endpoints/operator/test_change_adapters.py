@@ -11,9 +11,10 @@ import pytest
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.access.api_keys import ApiKey
 from penstock.frontend.endpoints.server import adapters
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.shm.client import AdapterChange, FailureCode, Finish, TokenBatch
 from penstock.shm.messages import Adapter
-from tests.frontend.harness import ClientConnection, FakeBackend, Response, model_card
+from tests.frontend.harness import ClientConnection, FakeBackend, Response, make_app, model_card, model_keeper
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 CHANGE = AdapterChange("new", "there")
@@ -66,6 +67,14 @@ async def test_replica_that_is_not_ready_is_503_and_nothing_is_loaded(
     assert replicas[0].questions == []
 
 
+async def test_change_during_an_upgrade_is_503_with_the_reason(
+    operator: ClientConnection, replicas: list[FakeBackend]
+) -> None:
+    replicas[0].script = lambda _: [TokenBatch([], Finish.REJECTED, FailureCode.UNAVAILABLE, failure_text="not now")]
+    answer = await change(operator)
+    assert (answer.status, answer.error["message"], "retry-after" in answer.headers) == (503, "not now", True)
+
+
 async def test_adapter_is_unloaded_from_the_replicas_that_have_it(
     operator: ClientConnection, replicas: list[FakeBackend], backend: FakeBackend
 ) -> None:
@@ -82,3 +91,14 @@ async def test_missing_or_empty_field_is_400(
 ) -> None:
     assert (await change(operator, **body)).status == 400
     assert replicas[0].questions == []
+
+
+async def test_name_of_another_model_or_its_adapter_is_400(backend: FakeBackend, replicas: list[FakeBackend]) -> None:
+    other = FakeBackend(model=model_card(model_id="other", adapters=(Adapter("its", "an-id", 1),)))
+    models = ServedModels(model_keeper(backend), others=[model_keeper(other)])
+    connection = ClientConnection(make_app(backend, models=models, admission=Admission(KEYS)))
+    for name in ("other", "its"):
+        refused = await change(connection, key="chief", lora_name=name, lora_path="there")
+        assert (refused.status, refused.error["param"]) == (400, "lora_name")
+    assert replicas[0].questions == []
+    assert (await change(connection, key="chief")).status == 200
