@@ -142,8 +142,8 @@ class RenderBudget:
             self.spend(ESCAPED_UNITS * self.size(value))
 
     def change(self, values: list[Any], given: tuple[object, ...]) -> None:
-        """Count a change of a list by these arguments. Raises OverBudget, and Refused unless the template made the list,
-        no other value contains it, and it gets texts and numbers: so no list contains itself."""
+        """Count a change of a list by these arguments. Raises OverBudget, and Refused unless the template made the
+        list, no other value contains it, and it gets texts and numbers: so no list contains itself."""
         self.size(self._inputs)  # holds their lists
         if id(values) in self._held or not all(isinstance(value, str | int | float | None) for value in given):
             raise Refused("a template adds texts and numbers only, to its own lists that no other value contains")

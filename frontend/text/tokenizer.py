@@ -19,6 +19,7 @@ from penstock.frontend.text.spellings import Spellings
 from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
+from penstock.shm.messages import MAX_BREAKER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -146,14 +147,15 @@ class ModelTokenizer:
             found = await asyncio.get_running_loop().run_in_executor(self._long_texts, self._find_breakers, texts)
             if len(self._breakers) >= _MAX_KEPT_BREAKERS:
                 self._breakers.clear()
-            self._breakers[texts] = found
+            if len(found) <= MAX_BREAKER_BYTES:
+                self._breakers[texts] = found
         return found
 
     def _find_breakers(self, texts: tuple[str, ...]) -> bytes:
         if self._breaker_search is None:
             tokens = self.token_bytes.all(1 + max(self._tokenizer.get_vocab().values(), default=0))
             self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
-        return self._breaker_search.find(texts)
+        return self._breaker_search.find(texts, MAX_BREAKER_BYTES)
 
     async def encode_as_text(self, texts: list[str], spellings: Spellings) -> list[list[int]]:
         """Return the token ids of texts in which no token is spelled. Special tokens are not added."""

@@ -72,8 +72,8 @@ ATTACKS = {
     "{% endfor %}{{ m }}",
     "list in itself": "{% set l = [] %}{% set _ = l.append(l) %}{{ l }}",
     "lists that grow in others": "{% set a = [1] %}{% set b = [1] %}{% set A = [[a] * 90] * 90 %}"
-    "{% set B = [[b] * 90] * 90 %}{% for i in range(99) %}{% set _ = a.append('x' * i) %}{% set _ = b.append('x' * i) %}"
-    "{% endfor %}{{ A == B }}",
+    "{% set B = [[b] * 90] * 90 %}{% for i in range(99) %}{% set _ = a.append('x' * i) %}"
+    "{% set _ = b.append('x' * i) %}{% endfor %}{{ A == B }}",
     "list that grows in arguments": "{% macro m() %}{{ a.append(1) }}{{ varargs }}{% endmacro %}{% set a = [] %}"
     "{{ m(a, a) }}",
     "list that grows in a batch": "{% set a = [] %}{% for b in [none]|batch(999, a) %}{{ a.append(1) }}{% endfor %}",
