@@ -61,10 +61,9 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
         self.special_tokens = [token.content for token in added.values() if token.special]
-        self._own = {
-            text for text in self.special_tokens if chat_template is not None and chat_template.takes_apart(text)
-        }
-        self._spellings: dict[tuple[str, ...], Spellings] = {}
+        template = chat_template
+        own = {text for text in self.special_tokens if template is not None and template.takes_apart(text)}
+        self._spellings = Spellings(self.special_tokens, own)
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
@@ -73,11 +72,9 @@ class ModelTokenizer:
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def spellings(self, own: tuple[str, ...] = ()) -> Spellings:
-        """Return the texts of special tokens. own: those that the server writes into an assistant's message."""
-        if own not in self._spellings:
-            self._spellings[own] = Spellings(self.special_tokens, self._own.union(own))
-        return self._spellings[own]
+    def spellings(self) -> Spellings:
+        """Return the texts of special tokens."""
+        return self._spellings
 
     @classmethod
     def load(cls, model_dir: Path, template_file: Path | None = None) -> ModelTokenizer:
