@@ -79,7 +79,7 @@ ATTACKS = {
     "list that grows in a batch": "{% set a = [] %}{% for b in [none]|batch(999, a) %}{{ a.append(1) }}{% endfor %}",
     "list that grows in a batch of a map": "{% set a = [] %}"
     "{% for b in ([none] * 99)|map('default', a, true)|batch(99) %}{{ a.append(1) }}{% endfor %}",
-    "one text many times": "{% set l = [] %}{% set t = 'x' * 9999 %}{% for i in range(999) %}{% set _ = l.append(t) %}"
+    "one text many times": "{% set l = [] %}{% set t = 'x' * 9999 %}{% for i in range(99) %}{% set _ = l.append(t) %}"
     "{% endfor %}{{ l == [] }}",
     "list of the request": "{% set _ = messages.append('x') %}",
     "list in the request": "{% set _ = tools[0].function.parameters.required.pop() %}",
@@ -144,7 +144,7 @@ def test_writing_a_list_is_counted_before_it_is_written_also_if_only_appended_te
     source = "{% set l = [] %}{% set t = 'x' * 9999 %}{% for i in range(60) %}{% set _ = l.append(t) %}{% endfor %}"
     assert rendered(source, INLINE) == ""
     with pytest.raises(TemplateRefusedError, match="50000 units"):
-        rendered(source + "{{ l|length }}{{ l|tojson }}", INLINE)
+        rendered(source + "{{ l|tojson|length }}", INLINE)
 
 
 def test_filler_text_without_a_bound_does_not_exist() -> None:
