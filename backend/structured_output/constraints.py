@@ -153,12 +153,20 @@ class SequenceConstraints:
             if reason is not None:
                 self._failure = self._note_failure(reason)
 
-    def fork(self) -> SequenceConstraints:
-        """A copy to advance by drafts, for as long as a step. Its memory is not counted, nor its failures."""
+    def fork(self) -> SequenceConstraints | None:
+        """A copy to advance by drafts, for as long as a step; None if the grammar's library cannot copy it.
+
+        Its memory is not counted, nor its failures.
+        """
         fork = copy(self)
         fork._tokens = self._tokens.copy()
         if self._matcher is not None:
-            fork._matcher = self._matcher.deep_copy()
+            try:
+                fork._matcher = self._matcher.deep_copy()
+            except BaseException as error:
+                if reason_of_panic(error) is None:
+                    raise
+                return None
         fork._growth = StreamGrowth(Growth(), self.tenant)
         return fork
 

@@ -108,9 +108,9 @@ class StreamUsageOptions:
     timings_in_every_chunk: bool = False
 
 
-def call_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments as an object; empty if the call was cut off or the model wrote something else."""
+def call_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments as an object; None if the call was cut off or the model wrote something else."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return {}
+        return None

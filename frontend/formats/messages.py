@@ -126,7 +126,12 @@ class MessagesFormat(Format):
             case BlockKind.TEXT:
                 return {"type": "text", "text": text}
             case BlockKind.CALL:
-                return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": call_arguments(text)}
+                return {
+                    "type": "tool_use",
+                    "id": block.call_id,
+                    "name": block.name,
+                    "input": call_arguments(text) or {},
+                }
 
     @property
     def _signature(self) -> str:

@@ -56,7 +56,7 @@ class OllamaFormat(Format):
         parts: dict[str, Any] = {"content": output.text}
         if output.reasoning:
             parts["thinking"] = output.reasoning
-        calls = [block for block in output.blocks.all if block.kind is BlockKind.CALL]
+        calls = [block for block in output.blocks.all if _is_whole_call(block)]
         if calls:
             parts["tool_calls"] = [_call(number, block) for number, block in enumerate(calls)]
         logprobs = {"logprobs": chat_entries(output.logprobs)} if output.logprobs else {}
@@ -100,7 +100,7 @@ class OllamaFormat(Format):
                 return b""
 
     def closed(self, block: OutputBlock) -> bytes:
-        if block.kind is not BlockKind.CALL or block.is_broken:
+        if block.is_broken or not _is_whole_call(block):
             return b""
         number = sum(other.kind is BlockKind.CALL for other in self._blocks.all[: block.index])
         return self._line({"content": "", "tool_calls": [_call(number, block)]}, {})
@@ -118,6 +118,11 @@ def now() -> str:
 
 def rfc3339(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
+
+
+def _is_whole_call(block: OutputBlock) -> bool:
+    """Whether to show the block as a call. Arguments are objects, so a call that was cut off would look whole."""
+    return block.kind is BlockKind.CALL and call_arguments(block.text) is not None
 
 
 def _call(number: int, block: OutputBlock) -> dict[str, Any]:

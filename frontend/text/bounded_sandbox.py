@@ -114,6 +114,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         for value in (*args, *kwargs.values()) if args or kwargs else ():
             budget.check_size(value)
+            if __obj is not _Variables:
+                budget.hold(value)
         if isinstance(owner, str):
             if method.__name__ == "join":
                 (values,) = args

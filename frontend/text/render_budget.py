@@ -66,8 +66,8 @@ class RenderBudget:
         self._sizes: dict[int, int] = {}
         self._measured: list[object] = []
         """Keeps measured containers alive: their addresses are keys of _sizes."""
-        self._input_lists: frozenset[int] = frozenset()
-        """Addresses of the lists in the inputs, once a list is changed."""
+        self._held: dict[int, object] = {}
+        """Lists that another value may contain, by address. They must not grow: what contains them was measured."""
 
     def spend(self, units: int) -> None:
         """Count work before it is done. Raises OverBudget."""
@@ -94,7 +94,7 @@ class RenderBudget:
     def size(self, value: object) -> int:
         """Return the units of a value written as a tree, the most that comparing, hashing or writing it can take.
 
-        A container is measured once, and again after `change`.
+        A container is measured once; what it contains is held.
         """
         if isinstance(value, str):
             return 1 + len(value) // BYTES_PER_UNIT
@@ -103,7 +103,9 @@ class RenderBudget:
         size = self._sizes.get(id(value))
         if size is None:
             self.spend(len(value))
-            size = 1 + sum(map(self.size, value)) + (sum(map(self.size, value.values())) if type(value) is dict else 0)
+            values = value.values() if type(value) is dict else value
+            self._held.update((id(each), each) for each in values if isinstance(each, list))
+            size = 1 + sum(map(self.size, values)) + (sum(map(self.size, value)) if type(value) is dict else 0)
             self._sizes[id(value)] = size
             self._measured.append(value)
         return size
@@ -123,6 +125,11 @@ class RenderBudget:
             self.check_size(value)
         return value
 
+    def hold(self, value: object) -> None:
+        """Note that another value may contain this one from now on."""
+        if isinstance(value, list):
+            self._held[id(value)] = value
+
     def check_size(self, value: object) -> None:
         """Refuse a value that is small in memory and large as a tree. Raises OverBudget."""
         if self.size(value) > self._total:
@@ -135,16 +142,15 @@ class RenderBudget:
             self.spend(ESCAPED_UNITS * self.size(value))
 
     def change(self, values: list[Any], given: tuple[object, ...]) -> None:
-        """Count a change of a list by these arguments. Raises OverBudget, and Refused unless the template made the list
-        and it gets texts and numbers: so no list contains itself."""
-        if not self._input_lists:
-            self.spend(self.size(self._inputs))
-            self._input_lists = frozenset(_lists_in(self._inputs))
-        if id(values) in self._input_lists or not all(isinstance(value, str | int | float | None) for value in given):
-            raise Refused("a template adds texts and numbers to its own lists only")
+        """Count a change of a list by these arguments. Raises OverBudget, and Refused unless the template made the
+        list, no other value contains it, and it gets texts and numbers: so no list contains itself."""
+        self.size(self._inputs)  # holds their lists
+        if id(values) in self._held or not all(isinstance(value, str | int | float | None) for value in given):
+            raise Refused("a template adds texts and numbers only, to its own lists that no other value contains")
         self.spend(ELEMENT_UNITS + len(values) // BYTES_PER_UNIT)
-        self._sizes.clear()
-        self._measured.clear()
+        self._sizes[id(values)] = self.size(values) + sum(map(self.size, given))
+        self.check_size(values)
+        self._makes_containers = True
 
     def metered(self, value: Any) -> Any:
         """Count the elements of what becomes a list, before there is one. Raises OverBudget."""
@@ -159,18 +165,12 @@ class RenderBudget:
     def _metered(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
             self.spend(ELEMENT_UNITS)
+            self.hold(value)
             yield value
 
     def check_arguments(self, values: Iterable[object]) -> None:
-        """Raises Refused for a large number."""
+        """Hold what a filter may put into lists. Raises Refused for a large number."""
         for value in values:
+            self.hold(value)
             if isinstance(value, int) and abs(value) > MAX_ARGUMENT:
                 raise Refused(f"an argument is {str(value)[:20]}; the limit is {MAX_ARGUMENT}")
-
-
-def _lists_in(value: object) -> Iterator[int]:
-    if isinstance(value, list):
-        yield id(value)
-    if isinstance(value, dict | list):
-        for element in value.values() if isinstance(value, dict) else value:
-            yield from _lists_in(element)

@@ -26,6 +26,8 @@ _NUMBER = re.compile(r"\d+")
 """Tokens that differ in a number, of which a model may have thousands, are one form: with 0, for any number."""
 _WORD = re.compile(r"\w+")
 _NOTHING = "(?!)"
+_OWN = secrets.token_hex(16)
+"""Stands around a text that is the server's own. No client knows it, and no prompt contains it."""
 _END = "\0"
 
 
@@ -39,6 +41,11 @@ class MarkedText:
     @property
     def plain(self) -> str:
         return unmarked(self.text, self.mark)
+
+
+def own(text: str) -> str:
+    """Return a text for a message in which special tokens stay tokens, whatever is around it."""
+    return f"{_OWN}{text}{_OWN}"
 
 
 class Spellings:
@@ -57,13 +64,12 @@ class Spellings:
 
         continues: the last message is the beginning of the model's answer, in its own language. Raises ApiError.
         """
-        if not self._texts:
-            return variables, ""
         strings: list[str] = []
         _collect(variables, strings)
-        given = _END + _END.join(strings) + _END
-        if self._any.either.search(given) is None:
-            return variables, ""
+        joined = _END + _END.join(strings) + _END
+        given = joined.replace(_OWN, _END)
+        if not self._texts or self._any.either.search(given) is None:
+            return variables if _OWN not in joined else _marked(variables, _NONE, ""), ""
         marks = (chr(_FIRST_PRIVATE + secrets.randbelow(_NUM_PRIVATE)) for _ in range(_ATTEMPTS))
         mark = next((mark for mark in marks if mark not in given and _escaped(mark) not in given), None)
         if mark is None:
@@ -75,7 +81,10 @@ class Spellings:
             for message in messages[:num_marked]
         ]
         others = {name: value for name, value in variables.items() if name != "messages"}
-        return {**_marked(others, self._any, mark), "messages": marked + messages[num_marked:]}, mark
+        return {
+            **_marked(others, self._any, mark),
+            "messages": marked + _marked(messages[num_marked:], _NONE, ""),
+        }, mark
 
     def mark_texts(self, texts: list[str]) -> tuple[list[str], str]:
         """Return texts with the marks that cut a token's text; and the mark. Raises ApiError."""
@@ -147,12 +156,18 @@ def _collect(value: Any, strings: list[str]) -> None:
             _collect(element, strings)
 
 
+def _marked_text(text: str, expressions: _Expressions, mark: str) -> str:
+    blanks = expressions.continued.match(text)
+    start = 0 if blanks is None else blanks.end()
+    before = "" if blanks is None else text[:start] + mark
+    return before + expressions.begun.sub(rf"\g<0>{mark}", text[start:])
+
+
 def _marked(value: Any, expressions: _Expressions, mark: str) -> Any:
     if isinstance(value, str):
-        blanks = expressions.continued.match(value)
-        start = 0 if blanks is None else blanks.end()
-        before = "" if blanks is None else value[:start] + mark
-        return before + expressions.begun.sub(rf"\g<0>{mark}", value[start:])
+        parts = value.split(_OWN)
+        parts[::2] = (_marked_text(part, expressions, mark) for part in parts[::2])
+        return "".join(parts)
     if isinstance(value, list):
         return [_marked(element, expressions, mark) for element in value]
     if isinstance(value, dict):
@@ -172,5 +187,6 @@ def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
 
 
+_NONE = _Expressions(())
 NO_SPELLINGS = Spellings(())
 """Marks nothing."""

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from penstock.process.native_libraries import GuardedTokenizer
 
@@ -83,20 +83,26 @@ class BreakerSearch:
         self._text = _BETWEEN.join([b"", *tokens, b""])
         self._starts = list(accumulate((len(token) + 1 for token in tokens), initial=1))
 
-    def find(self, texts: Sequence[str]) -> bytes:
-        """Return int32 ids, each run followed by -1.
+    def find(self, texts: Sequence[str], max_bytes: int) -> bytes:
+        """Return int32 ids, each run followed by -1. Stops when they take more than max_bytes.
 
         A run is a token that contains a text, or one that ends with the text's beginning and the tokens of its rest.
         """
-        flat: list[int] = []
+        flat = array("i")
+        for run in self._runs(texts):
+            flat.extend((*run, -1))
+            if len(flat) * flat.itemsize > max_bytes:
+                break
+        return flat.tobytes()
+
+    def _runs(self, texts: Sequence[str]) -> Iterator[tuple[int, ...]]:
         for text in texts:
             whole = self._containing(text.encode())
-            flat += [each for token in sorted(whole) for each in (token, -1)]
+            yield from ((token,) for token in sorted(whole))
             tails = self._encode([text[end:] for end in range(1, len(text))])
             for end, tail in enumerate(tails, 1):
                 heads = self._containing(text[:end].encode() + _BETWEEN) - whole
-                flat += [each for token in sorted(heads) for each in (token, *tail[:_MAX_TAIL_TOKENS], -1)]
-        return array("i", flat).tobytes()
+                yield from ((token, *tail[:_MAX_TAIL_TOKENS]) for token in sorted(heads))
 
     def _containing(self, piece: bytes) -> set[int]:
         """The tokens in which the piece begins."""

@@ -18,6 +18,7 @@ from penstock.frontend.text.spellings import Spellings
 from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
+from penstock.shm.messages import MAX_BREAKER_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,10 +62,9 @@ class ModelTokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Tokens outside the vocabulary, special or not, by text. Such a text is always encoded as this one token."""
         self.special_tokens = [token.content for token in added.values() if token.special]
-        self._own = {
-            text for text in self.special_tokens if chat_template is not None and chat_template.takes_apart(text)
-        }
-        self._spellings: dict[tuple[str, ...], Spellings] = {}
+        template = chat_template
+        own = {text for text in self.special_tokens if template is not None and template.takes_apart(text)}
+        self._spellings = Spellings(self.special_tokens, own)
         self.token_bytes = TokenBytes(tokenizer)
         self._pieces = SharedPieces()
         """Shared by streams with the default settings."""
@@ -73,11 +73,9 @@ class ModelTokenizer:
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
         self._most_characters_per_token = _NORMALIZER_SHRINKS * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def spellings(self, own: tuple[str, ...] = ()) -> Spellings:
-        """Return the texts of special tokens. own: those that the server writes into an assistant's message."""
-        if own not in self._spellings:
-            self._spellings[own] = Spellings(self.special_tokens, self._own.union(own))
-        return self._spellings[own]
+    def spellings(self) -> Spellings:
+        """Return the texts of special tokens."""
+        return self._spellings
 
     @classmethod
     def load(cls, model_dir: Path, template_file: Path | None = None) -> ModelTokenizer:
@@ -150,14 +148,15 @@ class ModelTokenizer:
             found = await asyncio.get_running_loop().run_in_executor(self._long_texts, self._find_breakers, texts)
             if len(self._breakers) >= _MAX_KEPT_BREAKERS:
                 self._breakers.clear()
-            self._breakers[texts] = found
+            if len(found) <= MAX_BREAKER_BYTES:
+                self._breakers[texts] = found
         return found
 
     def _find_breakers(self, texts: tuple[str, ...]) -> bytes:
         if self._breaker_search is None:
             tokens = self.token_bytes.all(1 + max(self._tokenizer.get_vocab().values(), default=0))
             self._breaker_search = BreakerSearch(tokens, lambda parts: self._encode(parts, add_special_tokens=False))
-        return self._breaker_search.find(texts)
+        return self._breaker_search.find(texts, MAX_BREAKER_BYTES)
 
     async def encode_as_text(
         self, texts: list[str], spellings: Spellings, *, add_special_tokens: bool = False

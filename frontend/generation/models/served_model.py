@@ -62,9 +62,7 @@ class ServedModel:
     @property
     def spellings(self) -> Spellings:
         """The texts of special tokens that stay texts in a chat."""
-        writer = self.syntax.writer
-        own = () if writer is None else writer.form.markers
-        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings(own)
+        return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings()
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -61,9 +61,7 @@ async def read_breakers(body: AnsweredBody, served: ServedModel) -> bytes:
     found = await served.tokenizer.breaker_tokens(texts)
     if len(found) > MAX_BREAKER_BYTES:
         limit = MAX_BREAKER_BYTES // 4
-        invalid(
-            "dry_sequence_breakers", f"{len(found) // 4} ids of tokens contain them or begin them; the limit is {limit}"
-        )
+        invalid("dry_sequence_breakers", f"more than the limit of {limit} ids of tokens contain them or begin them")
     return found
 
 

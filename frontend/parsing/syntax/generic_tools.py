@@ -16,9 +16,10 @@ from penstock.frontend.parsing.tool_formats.marked import Marked
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic, keyword_arguments
 from penstock.frontend.schemas.chat import ChatMessage, ContentPart
 from penstock.frontend.text.chat_template import describe_tool
+from penstock.frontend.text.spellings import own
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from penstock.frontend.parsing.tool_formats.base import ToolFormat
     from penstock.frontend.schemas.chat import ChatBody, ChatTool, MessageToolCall
@@ -80,16 +81,19 @@ class GenericTools:
     def _with_calls_in_text(self, message: ChatMessage) -> ChatMessage:
         if not message.tool_calls:
             return message
-        calls = self._call_text(map(_name_and_arguments, message.tool_calls))
+        calls = self._call_text(map(_name_and_arguments, message.tool_calls), own)
         return replace(message, content=_joined(message.content or "", calls), tool_calls=None)
 
-    def _call_text(self, calls: Iterable[tuple[str, str]]) -> str:
+    def _call_text(self, calls: Iterable[tuple[str, str]], layout: Callable[[str], str] = str) -> str:
+        """Return calls as text. layout changes the form's own parts, those around names and arguments."""
         is_pythonic = isinstance(self.form, Pythonic)
         texts = (
-            f"{name}({keyword_arguments(arguments)})" if is_pythonic else arguments.join(self.form.around(name))
+            f"{name}({keyword_arguments(arguments)})"
+            if is_pythonic
+            else arguments.join(map(layout, self.form.around(name)))
             for name, arguments in calls
         )
-        text = f"{self.form.opening}{self.form.separator.join(texts)}{self.form.closing}"
+        text = f"{layout(self.form.opening)}{layout(self.form.separator).join(texts)}{layout(self.form.closing)}"
         return text.replace(CALL_NUMBER, "0")
 
 

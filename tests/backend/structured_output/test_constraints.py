@@ -19,6 +19,7 @@ from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
 from penstock.backend.structured_output.grammar_cache import GrammarCache, _copy_of
 from penstock.backend.structured_output.grammar_costs import BadGrammar
+from penstock.backend.structured_output.late_masks import MaskedRow, fill_masks
 from penstock.shm.messages import Constraints, Grammar
 from tests.backend.structured_output.constrained import EOS, TOKENIZER, TOKENIZER_JSON, new_compiler, tokens_of
 
@@ -225,6 +226,15 @@ def test_panic_of_the_grammar_library_fails_one_sequence_and_other_exceptions_ar
         use()
     assert isinstance(failure.value, KeyboardInterrupt) is isinstance(raised, KeyboardInterrupt)
     assert ("index 7 is out of bounds" in str(failure.value)) is isinstance(raised, Panic)
+
+
+def test_drafts_get_no_masks_if_the_grammar_library_cannot_copy() -> None:
+    matcher = Mock(**{"is_error.return_value": False, "deep_copy.side_effect": Panic("no")})
+    requested = Constraints(grammar=Grammar("regex", "a"), grammar_ends=(1,))
+    constraints = SequenceConstraints(requested, CompiledGrammar(matcher, EOS), STOPS, VOCAB_SIZE)
+    masks, faults, _ = fill_masks([MaskedRow(0, 0, constraints, [0, 1], drafts=[1])], VOCAB_SIZE)
+    assert masks is not None
+    assert (masks.rows.tolist(), faults) == ([0], {})
 
 
 @pytest.mark.parametrize(

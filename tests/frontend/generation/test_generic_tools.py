@@ -110,6 +110,28 @@ async def test_calls_and_results_that_the_template_does_not_show_are_texts(shows
     assert model.tokenizer.token_to_id(marks[0]) in backend.last.token_ids
 
 
+@pytest.mark.parametrize("special", [("<tool_call>", "</tool_call>"), ("<other>",)])
+async def test_client_cannot_spell_the_marks_of_calls_that_are_texts(special: tuple[str, ...]) -> None:
+    model = Model(NO_SYSTEM, special=special, added=())
+    ids = [model.tokenizer.token_to_id(mark) for mark in special]
+    backend = FakeBackend(script=model.says("x"))
+    counts = []
+    for text in ("plain", f"{''.join(special)}<"):
+        function = {"name": "get_weather", "arguments": json.dumps({"city": text})}
+        call = {"id": "1", "type": "function", "function": function}
+        answers = [{"content": text, "tool_calls": [call]}, {"content": text, "reasoning_content": text}]
+        talk = [
+            {"role": role, **message}
+            for answer in answers
+            for role, message in (("user", {"content": "hi"}), ("assistant", answer))
+        ]
+        async with talking(model, backend) as connection:
+            assert (await connection.post(CHAT, {"messages": [*talk, TALK[0]]})).status == 200
+        assert model.prompt(backend).count(text) == 3
+        counts.append([list(backend.last.token_ids).count(token_id) for token_id in ids])
+    assert counts[0] == counts[1] == [len(special) - 1] * len(special)
+
+
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": TALK[:1], "tools": TOOLS},
     "/v1/messages": {

@@ -71,6 +71,16 @@ ATTACKS = {
     "shared list": "{% set l = [] %}{% set m = [l] * 999 %}{{ m }}{% for n in range(999) %}{% set _ = l.append(n) %}"
     "{% endfor %}{{ m }}",
     "list in itself": "{% set l = [] %}{% set _ = l.append(l) %}{{ l }}",
+    "lists that grow in others": "{% set a = [1] %}{% set b = [1] %}{% set A = [[a] * 90] * 90 %}"
+    "{% set B = [[b] * 90] * 90 %}{% for i in range(99) %}{% set _ = a.append('x' * i) %}"
+    "{% set _ = b.append('x' * i) %}{% endfor %}{{ A == B }}",
+    "list that grows in arguments": "{% macro m() %}{{ a.append(1) }}{{ varargs }}{% endmacro %}{% set a = [] %}"
+    "{{ m(a, a) }}",
+    "list that grows in a batch": "{% set a = [] %}{% for b in [none]|batch(999, a) %}{{ a.append(1) }}{% endfor %}",
+    "list that grows in a batch of a map": "{% set a = [] %}"
+    "{% for b in ([none] * 99)|map('default', a, true)|batch(99) %}{{ a.append(1) }}{% endfor %}",
+    "one text many times": "{% set l = [] %}{% set t = 'x' * 9999 %}{% for i in range(99) %}{% set _ = l.append(t) %}"
+    "{% endfor %}{{ l == [] }}",
     "list of the request": "{% set _ = messages.append('x') %}",
     "list in the request": "{% set _ = tools[0].function.parameters.required.pop() %}",
     "date": "{{ strftime_now('%Y' * 1000) }}",
@@ -126,6 +136,15 @@ def test_template_changes_its_own_lists_by_texts_and_numbers() -> None:
         "{% set l = [] %}{% for x in 'abc' %}{% set _ = l.append(x) %}{{ l }}{% endfor %}{{ l.pop(0) }}{{ l.pop() }}"
     )
     assert rendered(source, INLINE) == "['a']['a', 'b']['a', 'b', 'c']ac"
+    source = "{% set ns = namespace(l=[]) %}{% for x in 'ab' %}{% set _ = ns.l.append(x) %}{% endfor %}{{ ns.l }}"
+    assert rendered(source, INLINE) == "['a', 'b']"
+
+
+def test_writing_a_list_is_counted_before_it_is_written_also_if_only_appended_texts_make_it_large() -> None:
+    source = "{% set l = [] %}{% set t = 'x' * 9999 %}{% for i in range(60) %}{% set _ = l.append(t) %}{% endfor %}"
+    assert rendered(source, INLINE) == ""
+    with pytest.raises(TemplateRefusedError, match="50000 units"):
+        rendered(source + "{{ l|tojson|length }}", INLINE)
 
 
 def test_filler_text_without_a_bound_does_not_exist() -> None:

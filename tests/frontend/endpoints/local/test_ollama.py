@@ -140,6 +140,11 @@ async def test_tool_calls_are_objects_and_their_results_find_them() -> None:
         assert (await connection.post("/api/chat", {**body, "messages": [*history, result]})).status == 200
         assert keeper.current is not None
         assert "Result of look:\nseen" in keeper.current.tokenizer.decode(list(backend.last.token_ids))  # type: ignore[arg-type]
+    cut = {**body, "options": {"num_predict": len(token_ids('<tool_call>\n{"name": "look", "arguments": {"at": "'))}}
+    whole = (await connection.post("/api/chat", {**cut, "stream": False})).json()
+    assert (whole["message"], whole["done_reason"]) == ({"role": "assistant", "content": ""}, "length")
+    streamed = lines(await connection.post("/api/chat", cut))
+    assert (streamed[-1]["done_reason"], any("tool_calls" in line["message"] for line in streamed)) == ("length", False)
     await connection.end()
 
 
