@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 91_000
-MAX_LABORATORY_LINES = 20_100
-MAX_DOC_WORDS = 79_000
+MAX_LABORATORY_LINES = 20_000
+MAX_DOC_WORDS = 78_000
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
