@@ -352,6 +352,7 @@ def test_conversations_are_searched_renamed_deleted_exported_and_imported(page: 
     download.value.save_as(kept)
     for name in ("Other", "Keep this"):
         page.get_by_role("button", name=f"Delete {name}").click()
+        expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)  # the list has moved
     expect(page.locator("#conversations li")).to_have_text("New chat✎✕")
     page.set_input_files("#import", kept)
     page.get_by_role("button", name="Keep this", exact=True).click()
