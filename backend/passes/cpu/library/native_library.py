@@ -92,7 +92,7 @@ def directory_name(builds: tuple[KernelBuild, ...]) -> str:
 
 
 def open_build(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
-    """Open one of the builds where it is stored; if it is nowhere, compile it, which takes about ten seconds.
+    """Open one of the builds where it is stored; if it is nowhere, compile it, which takes about half a minute.
 
     Raises LibraryUnavailableError.
     """
@@ -191,7 +191,7 @@ def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels for %s with %s; this takes about ten seconds", build.name, compiler)
+        logger.info("Compiling the CPU kernels for %s with %s; this takes about half a minute", build.name, compiler)
         started_s = time.monotonic()
         _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{SOURCE.parent}", "-o", temporary, str(SOURCE)])
         os.chmod(temporary, 0o700)
