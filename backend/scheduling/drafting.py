@@ -16,7 +16,7 @@ _MAX_DRAFTS = 24
 _MIN_CHANCE = 0.1
 """Drafts that are less likely are not looked at."""
 _PLANS_PER_TRIAL = 32
-"""Of plans whose likely drafts seem to cost too much, one in so many has some: an old measurement is renewed."""
+"""If likely drafts seem too dear, one plan in so many has some all the same, which renews an old measurement."""
 _TRIED_CHANCE, _MAX_TRIED = 0.6, 8
 _MIN_GAIN = 1.15
 """Drafts must promise at least this many times the tokens a second: times of steps are estimates."""

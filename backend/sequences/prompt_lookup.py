@@ -17,7 +17,7 @@ _FEW_TOKENS = 16
 MAX_GUESSED = 16
 """Tokens of a guess that can be drafted in one step."""
 _WEIGHT = 0.15
-"""Of a new token among those that say how often guesses were right."""
+"""The weight of the newest token in the running mean of how often guesses are right."""
 
 
 class PromptLookup:

@@ -173,7 +173,7 @@ class MaskedRow(NamedTuple):
     num_generated: int
     constraints: SequenceConstraints
     positions: Sequence[int]
-    """Where `TokenMasks.rows` has the masks of the next token, and of those that follow each of the drafts."""
+    """Values for `TokenMasks.rows`: the position of the next token, then of the token after each draft."""
     drafts: Sequence[int] = ()
 
 

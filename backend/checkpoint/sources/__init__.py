@@ -1,4 +1,4 @@
-"""Where models come from, beside directories: the hub, wheels of the package index, and GGUF files among others.
+"""Sources of models other than directories: the hub and wheels of the package index. Also chooses among GGUF files.
 
 It imports only `files` of this package; `hub` above it chooses the source.
 """

@@ -61,7 +61,7 @@ _DAMAGED = (
     RuntimeError,
     ValueError,
 )
-"""What zipfile raises for archives that are cut, damaged, encrypted or of an unknown compression."""
+"""The errors of zipfile for an archive that is cut, damaged or encrypted, or whose compression is unknown."""
 
 
 def packages_directory() -> Path:

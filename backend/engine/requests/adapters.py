@@ -43,7 +43,7 @@ class IPassThread(Protocol):
 
 
 class IAdapterRules(Protocol):
-    """What the operator allows, and what he finds again after a restart."""
+    """Checks what the operator allows, and keeps the list of loaded adapters for a restart."""
 
     def find_directory(self, name: str, path: str) -> Path:
         """The directory of an adapter to load. Raises StartupError."""
@@ -123,7 +123,7 @@ class AdapterTable:
         self._waiting: deque[_Order] = deque()
         self._reading: _Order | None = None
         self._read: deque[_Order] = deque()
-        """Those that the thread is done with."""
+        """Orders that the thread has finished."""
 
     def change(self, frontend: int, message: ChangeAdapter) -> None:
         self._carry_out(frontend, message, lambda: self._change(frontend, message))
@@ -209,14 +209,17 @@ class AdapterTable:
             self._refuse(order.frontend, order.message, order.fault)
             return
         adapter_id = order.adapter.adapter_id
+        loaded = {**known.loaded, name: Loaded(order.directory, order.num_bytes)}
+        announced = (*known.announced, order.adapter)
+        self._remember(announced, loaded)  # first: if it fails, nothing has changed
         known.unloaded.pop(adapter_id, None)
         if adapter_id not in known.indexes:  # else its weights have another name too, or are not freed yet
             index = next(index for index in range(len(known.indexes) + 1) if index not in known.indexes.values())
             self._put(index, order.read)
             known.indexes[adapter_id] = index
-        known.loaded[name] = Loaded(order.directory, order.num_bytes)
+        known.loaded = loaded
         logger.info("the adapter %s was loaded from %s (rank %d)", name, order.directory, order.adapter.rank)
-        self._announce((*known.announced, order.adapter))
+        self._announce(announced)
         self._link.push(order.frontend, order.message.request_id, NO_TOKEN, Finish.STOP)
 
     def _unload(self, frontend: int, message: ChangeAdapter) -> None:
@@ -227,22 +230,25 @@ class AdapterTable:
             code = FailureCode.BAD_ADAPTER if fixed else FailureCode.NO_ADAPTER
             self._push_failure(frontend, Failure(message.request_id, code, text=text))
             return
-        num_bytes = known.loaded.pop(name).num_bytes
+        loaded = {other: each for other, each in known.loaded.items() if other != name}
         left = tuple(adapter for adapter in known.announced if adapter.name != name)
         (gone,) = (adapter for adapter in known.announced if adapter.name == name)
+        self._remember(left, loaded)  # first: if it fails, nothing has changed
         if all(adapter.adapter_id != gone.adapter_id for adapter in left):
-            known.unloaded[gone.adapter_id] = num_bytes
+            known.unloaded[gone.adapter_id] = known.loaded[name].num_bytes
+        known.loaded = loaded
         logger.info("the adapter %s was unloaded; requests that have it go on", name)
         self._announce(left)
         self._link.push(frontend, message.request_id, NO_TOKEN, Finish.STOP)
 
+    def _remember(self, announced: tuple[Adapter, ...], loaded: dict[str, Loaded]) -> None:
+        if self._rules is not None:
+            ids = {adapter.name: adapter.adapter_id for adapter in announced}
+            self._rules.remember({name: (each.directory, ids[name]) for name, each in loaded.items()})
+
     def _announce(self, adapters: tuple[Adapter, ...]) -> None:
         self._adapters.announced = adapters
         self._link.announce_adapters(adapters)
-        if self._rules is not None:
-            ids = {adapter.name: adapter.adapter_id for adapter in adapters}
-            loaded = self._adapters.loaded.items()
-            self._rules.remember({name: (each.directory, ids[name]) for name, each in loaded})
 
     def _carry_out(self, frontend: int, message: ChangeAdapter, work: Callable[[], None]) -> None:
         """An error of ours fails this one order; the loop goes on."""

@@ -28,7 +28,7 @@ _RANKS_AT_ONCE = 4
 class _Prepared:
     struct: Adapter
     tensors: list[Tensor]
-    """What the struct points to."""
+    """They own the memory that the struct points to."""
 
 
 class NativeAdapters:

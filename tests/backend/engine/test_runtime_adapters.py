@@ -219,6 +219,8 @@ def test_error_of_ours_fails_one_order_and_the_loop_goes_on(name: str) -> None:
     assert received.finishes == [Finish.REJECTED]
     assert received.failure is not None
     assert received.failure.code == FailureCode.INTERNAL
+    assert (rig.forward_pass.put, rig.bench.link.adapters, rig.adapters.loaded) == ([], None, {})
+    assert rig.adapters.announced == (FIXED,)
     rig.bench.submit(PROMPT, 9, request_id=1)
     rig.bench.run_dry()
     assert rig.bench.received(1).token_ids == expected(9, -1)
