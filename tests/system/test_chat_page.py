@@ -168,7 +168,6 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
     ask(page, "What is a heap?")
     answered(page, 4)
     assert page.locator(".answer .label").all_inner_texts() == ["temperature 0"] * 2 + ["temperature 1.5"] * 2
-    take_picture(page, "chat-page")
     for figures in page.locator(".stats").all_inner_texts():  # each answer has its own
         assert re.search(r"first token after \d+ ms · .*[^\d]8 tokens", figures)
     page.get_by_role("button", name="Continue with this one").nth(2).click()
