@@ -5,30 +5,27 @@ Stand-ins for link and executor, without sockets and threads, are in `tools/engi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
-from penstock.shm.messages import Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.kv_cache.host_offload import HostOffload
-    from penstock.backend.scheduling.outlook import Outlook
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.shm.link.events import LinkEvent
-    from penstock.shm.messages import (
-        Adapter,
-        EventLogprobs,
-        Failure,
-        Progress,
-        Quote,
-        Started,
-        StreamRecord,
-        VectorPart,
-    )
+from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
+from penstock.backend.forward_pass import StepBatch
+from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.scheduling.outlook import Outlook
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import Sequence
+from penstock.shm.link.events import LinkEvent
+from penstock.shm.messages import (
+    Adapter,
+    EventLogprobs,
+    Failure,
+    Finish,
+    Progress,
+    Quote,
+    Started,
+    StreamRecord,
+    VectorPart,
+)
 
 
 class IEngineLink(Protocol):

@@ -8,10 +8,12 @@ inverse CDF. Other rows of the batch cannot change it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import (
     FROM_SLOT,
@@ -25,11 +27,6 @@ from penstock.backend.forward_pass import (
 )
 from penstock.backend.sampling.logprobs import score_in_blocks
 from penstock.backend.sampling.numpy_sampler import NumpySampler
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 
 class IRowSampler(Protocol):

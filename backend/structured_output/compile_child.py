@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from llguidance import LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import compile_or_relax, load_tokenizer
 from penstock.backend.structured_output.compile_messages import (
@@ -27,9 +28,6 @@ from penstock.backend.structured_output.compile_messages import (
 from penstock.backend.structured_output.grammar_costs import BadGrammar, error_of, one_line
 from penstock.process.children import stop_with_parent
 from penstock.shm.messages import Grammar
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
 
 _STACK_BYTES = 8 << 20
 _libc = ctypes.CDLL(None)

@@ -7,31 +7,28 @@ import codecs
 import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from msgspec import Struct
 
+from penstock.frontend.access.admission import Admission
 from penstock.frontend.generation.failures import expired
 from penstock.frontend.generation.lingering import kept_or_anew, read_linger
+from penstock.frontend.generation.models.model_table import ServedModels, Task
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
+from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, check_structure
 from penstock.frontend.schemas.generation import SchedulingBody
 from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
+from penstock.frontend.settings import WorkerLimits
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
+from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.frontend.transport.sse import EventStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from penstock.frontend.access.admission import Admission
-    from penstock.frontend.generation.models.model_table import ServedModels, Task
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.generation.models.waking import WakingModel
-    from penstock.frontend.settings import WorkerLimits
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
-    from penstock.process.admission import TenantPlaces
+from penstock.process.admission import TenantPlaces
 
 Body = TypeVar("Body", bound=Struct)
 Params = ParamSpec("Params")

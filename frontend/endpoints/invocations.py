@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.endpoints import chat_completions, label_scores, text_completions
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.pooling import openai_embeddings, rerank, vllm_scores
+from penstock.frontend.endpoints.routes import Handler
 from penstock.frontend.generation.models.model_table import can_do
 from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.routes import Handler
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 class _Fields(msgspec.Struct):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.parsing.blocks import ChoiceOutput
+from penstock.frontend.parsing.deltas import Delta
+from penstock.frontend.transport.errors import ApiError
 
 encode = msgspec.json.Encoder().encode
 

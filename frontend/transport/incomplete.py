@@ -7,11 +7,9 @@ client has completed its own long before.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
 

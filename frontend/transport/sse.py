@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.asgi import Headers
+from penstock.frontend.transport.exchange import Exchange
 
 _RESTARTING = b": restarting\n\n"
 _HEADERS = (

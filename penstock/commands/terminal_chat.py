@@ -6,9 +6,10 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import httpx2
 from cyclopts import Parameter
@@ -16,9 +17,6 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from penstock.process.failure import fail
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _COMMAND = "penstock chat"
 _CONNECT_TIMEOUT_S = 10.0

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Protocol
 
 HANDLE_BYTES = 64
 """Size of a handle of memory or of an event."""
@@ -100,6 +98,5 @@ class DeviceApi(Protocol):
     def unregister_host(self, address: int) -> None: ...
 
 
-if TYPE_CHECKING:
-    OpenDevice = Callable[[bytes], DeviceApi]
-    """UUID → the device in this process. Raises DeviceError if this process cannot use it."""
+OpenDevice = Callable[[bytes], DeviceApi]
+"""UUID → the device in this process. Raises DeviceError if this process cannot use it."""

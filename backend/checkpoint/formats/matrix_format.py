@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
     MAX_NOTE_BYTES,
+    MatrixFormat,
     Part,
+    Parts,
+    Shape,
     UnreadableMatrixError,
     row_blocks,
 )
-from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.errors import StartupError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
-    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Parts, Shape
-    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-
-    Advance = Callable[[int], None]
-    """Receives the number of stored bytes that were read."""
+Advance = Callable[[int], None]
+"""Receives the number of stored bytes that were read."""
 
 _WEIGHT = ".weight"
 

@@ -6,22 +6,17 @@ import functools
 import logging
 import threading
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.errors import StartupError
-from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Failure, FailureCode, Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.forward_pass.extensions import ILoadsAdapters, ReadAdapter
-    from penstock.shm.messages import Adapter, ChangeAdapter
+from penstock.backend.forward_pass.extensions import ILoadsAdapters, ReadAdapter
+from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Adapter, ChangeAdapter, Failure, FailureCode, Finish
 
 logger = logging.getLogger("penstock.backend")
 

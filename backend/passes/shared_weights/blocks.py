@@ -3,11 +3,9 @@ unusable ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
 
 BLOCK_BYTES = 4 << 20
 """Size of a block with its own checksum; the last block may be smaller."""

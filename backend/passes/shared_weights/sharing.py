@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import torch
+
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import WeightShapes
-from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError
+from penstock.backend.passes.ops.interface import Weights
+from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError, WeightStore
 from penstock.backend.passes.shared_weights.watch import WatchedWeights
 from penstock.process.options import format_size
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.ops.interface import Weights
-    from penstock.backend.passes.shared_weights.blocks import WeightStore
 
 logger = logging.getLogger("penstock.backend")
 

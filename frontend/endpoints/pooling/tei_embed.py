@@ -6,31 +6,32 @@ Its truncation and headers are those of all of TEI's endpoints.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
+from penstock.frontend.endpoints.pooling.computing import Computed, compute, names_of, vector_width
 from penstock.frontend.formats.vectors import json_matrix, json_vector
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import cosine
 from penstock.frontend.schemas.pooling.common import has_several
-from penstock.frontend.schemas.pooling.tei import decode_embed, decode_embed_plain, decode_similarity
+from penstock.frontend.schemas.pooling.tei import (
+    EmbedBody,
+    EmbedPlainBody,
+    TeiBody,
+    decode_embed,
+    decode_embed_plain,
+    decode_similarity,
+)
 from penstock.frontend.text.input_encoder import Truncation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody, TeiBody
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult
-    from penstock.shm.messages import ModelCard
+from penstock.frontend.transport.asgi import Headers
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import PooledResult
+from penstock.shm.messages import ModelCard
 
 
 def tei_truncation(body: TeiBody, card: ModelCard) -> Truncation:

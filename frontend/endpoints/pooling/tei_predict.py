@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of
 from penstock.frontend.endpoints.pooling.tei_embed import tei_headers, tei_truncation
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import activated, ranked, sigmoid
-from penstock.frontend.schemas.pooling.tei import decode_predict
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import PredictBody, TeiBody, TeiRerankBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.schemas.pooling.tei import PredictBody, TeiBody, TeiRerankBody, decode_predict
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def predict(exchange: Exchange, context: EndpointContext) -> None:

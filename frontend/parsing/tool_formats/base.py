@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Raw
 
 from penstock.frontend.parsing.json_text import read_json, read_json_string
+from penstock.frontend.parsing.parsed_output import ParsedOutput
 from penstock.frontend.parsing.reader import Malformed, Reader, Reading
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
 
 CALL_NUMBER = "\0"
 """Stands for a number of the model's choice in the texts around a call. No function's name contains it."""

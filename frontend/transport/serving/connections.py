@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import resource
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from penstock.frontend.transport.incomplete import Incomplete
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger("penstock.connections")
 

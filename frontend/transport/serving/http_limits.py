@@ -7,9 +7,11 @@ second request before the first has been answered is not served: the connection 
 
 from __future__ import annotations
 
+import asyncio
 import string
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -17,13 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
 from penstock.frontend.transport.incomplete import client_network
+from penstock.frontend.transport.serving.connections import Connections
 from penstock.frontend.transport.serving.web_socket import WebSocketConnection, upgrade_head
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping
-
-    from penstock.frontend.transport.serving.connections import Connections
 
 MAX_HEAD_BYTES = 32 << 10
 """Request line and headers; also everything else that is not body: chunk extensions, trailers."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
@@ -22,9 +23,6 @@ from penstock.commands.doctor.model import examine_model
 from penstock.commands.doctor.software import examine_software
 from penstock.commands.doctor.ulimits import examine_ulimits
 from penstock.process.private_directory import default_socket_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _WIDTH_WITHOUT_TERMINAL = 200
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}

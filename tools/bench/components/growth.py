@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
@@ -17,9 +18,6 @@ from penstock.process.garbage_collection import resume_collection
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, Counts, ReportOptions
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @MEASUREMENT

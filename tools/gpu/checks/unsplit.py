@@ -8,16 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from penstock.tools.gpu.devices.device_context import open_device_context
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
+from penstock.tools.gpu.results import Results
 from penstock.tools.random_weights import LLAMA_8B, weight_shapes
-
-if TYPE_CHECKING:
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
 
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 """vLLM's settings for sm_90: cuBLAS splits no product along its inner dimension, whatever workspace it has."""

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.kernel_choices import (
     CONSTANTS,
     KernelChoices,
@@ -20,9 +21,6 @@ from penstock.backend.passes.cuda.device.kernel_choices import (
 )
 from penstock.tools.gpu.devices.timing import Clock, GpuClock
 from penstock.tools.gpu.results import CHOICES_VARIABLE
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.device import Device
 
 
 class MemoryCounter(Protocol):

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import require
 from penstock.backend.passes.cuda.attention.prefill_attention import MAX_TILES, PrefillAttention
-from penstock.backend.passes.cuda.attention.prefill_segments import whole_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
-    from penstock.backend.passes.cuda.attention.prefill_segments import WorkspaceSizes
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
+from penstock.backend.passes.cuda.attention.prefill_segments import WorkspaceSizes, whole_tiles
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
 
 
 def layer_windows(config: DecoderConfig) -> tuple[int | None, ...]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 BLOCK_ROWS = 128
 """Small enough that reading the weights takes longer than the arithmetic: with 16-bit weights a product of M rows does
