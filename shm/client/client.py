@@ -9,36 +9,44 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from penstock.shm.buffers.device_api import OpenDevice
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.queued_requests import QueuedRequests
-from penstock.shm.client.request import question_message
+from penstock.shm.client.request import GenerationRequest, Question, question_message
 from penstock.shm.client.resubmission import Resubmission
+from penstock.shm.client.session import Session
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
 from penstock.shm.client.streams.reader_turns import ReaderTurns
 from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
+from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.ledger import Ledger
-from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.client.request import GenerationRequest, Question
-    from penstock.shm.client.session import Session
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import Adapter, AskQuote, Generate, Pool, QuoteTerms
+from penstock.shm.messages import (
+    Adapter,
+    AskQuote,
+    BufferContent,
+    BufferKind,
+    BufferRequest,
+    ContentSpec,
+    FailureCode,
+    Finish,
+    Generate,
+    ModelCard,
+    Pool,
+    QuoteTerms,
+)
 
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
