@@ -35,17 +35,15 @@ from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     Adapter,
-    AskQuote,
     BufferContent,
     BufferKind,
     BufferRequest,
     ContentSpec,
     FailureCode,
     Finish,
-    Generate,
     ModelCard,
-    Pool,
     QuoteTerms,
+    Request,
 )
 
 _READY_POLL_S = 0.01
@@ -191,9 +189,8 @@ class BackendClient:
     def balance(self) -> dict[str, int]:
         """Resources held now, by kind: sessions, streams, slots, unsent messages and credits."""
         session = self._connection.session
-        held = self.ledger.balance()
-        held["unsent"] = len(self._outbox)
-        held["credits_owed"] = 0 if session is None else session.credits_owed
+        credits_owed = 0 if session is None else session.credits_owed
+        held = self.ledger.balance() | {"unsent": len(self._outbox), "credits_owed": credits_owed}
         return {kind: count for kind, count in held.items() if count}
 
     def take_buffer(self) -> SharedBuffer:
@@ -301,7 +298,7 @@ class BackendClient:
         self,
         kind: Callable[..., StreamT],
         request: GenerationRequest | PooledRequest,
-        to_message: Callable[[int, int], Generate | Pool | AskQuote],
+        to_message: Callable[[int, int], Request],
         *,
         output: BufferSlice | None = None,
         may_hold: bool = True,
@@ -328,19 +325,15 @@ class BackendClient:
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            if isinstance(stream, PooledStream) and stream.group > 0:
-                self._send_soon()
-            else:
-                self._send()
+            (self._send_soon if isinstance(stream, PooledStream) and stream.group > 0 else self._send)()
         else:
             self._held.hold(stream)
         return stream
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if stream.loans or isinstance(stream, AnswerStream):
-            return False
-        if not (self._held.is_enabled or self._membership.has_others()):
+        can_wait = self._held.is_enabled or self._membership.has_others()
+        if stream.loans or isinstance(stream, AnswerStream) or not can_wait:
             return False
         stream.note_failure(None)
         if stream.admitted_ns:

@@ -29,7 +29,6 @@ _ENCODERS = {
 _COMPONENTS = {
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
     "quantization": "Perplexity and speed of a model's weights in each form.",
-    "growth": "CPU time of a page of the KV cache against pages and tenants.",
 }
 
 

@@ -50,7 +50,6 @@ SECTIONS = (
     Section("kernels", "penstock.tools.gpu.speed.kernels", 90),
     Section("end-to-end", "penstock.tools.gpu.speed.end_to_end", 150),
     Section("invariance", "penstock.tools.gpu.checks.invariance", 50),
-    Section("unsplit", "penstock.tools.gpu.checks.unsplit", 15),
     Section("sharing", "penstock.tools.gpu.checks.sharing", 15),
     Section("sanitizer", "penstock.tools.gpu.checks.sanitizer", 75),
 )

@@ -1,7 +1,7 @@
 """The section "invariance": a row's bits do not depend on the other rows in our kernels, in products in blocks, and in
 whole passes with `--deterministic`.
 
-The sections end-to-end and unsplit measure what independence costs.
+The section end-to-end measures what independence costs.
 """
 
 from __future__ import annotations
