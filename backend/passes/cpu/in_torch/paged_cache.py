@@ -5,24 +5,18 @@ Pages have one of several KV dtypes. A page of all layers is copied to bytes for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.passes.ops.interface import PageParts
-
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, PageParts
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

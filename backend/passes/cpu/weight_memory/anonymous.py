@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cpu.library.native_structs import Linear
+from penstock.backend.passes.cpu.library.native_structs import Linear
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
