@@ -5,34 +5,38 @@ Products use packed weights. Attention gathers the keys and values of a group of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional
 
-from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
-from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight, QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
-from penstock.backend.forward_pass import NO_ADAPTER, EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
-from penstock.backend.passes.cpu.in_torch.torch_experts import (
-    GroupedWeights,
-    TorchExpertOps,
-    grouped_product,
-    product_by_product,
-)
+from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
-from penstock.backend.passes.ops.interface import AttentionLayer, Forward, HeadShape, round_scale
+from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
+    from penstock.backend.passes.ops.interface import AttentionLayer, Forward
 
 _Part = tuple[slice, PackedLinear, PackedLinear]
 """Slice of the outputs, and the two matrices in fp32."""
