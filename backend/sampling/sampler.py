@@ -34,7 +34,6 @@ class IRowSampler(Protocol):
 
     def take_slot(self, init: SlotInit) -> None:
         """A sequence takes the slot: its settings and tokens replace those of the slot's last owner."""
-        ...
 
     def sample(
         self, logits: NDArray[np.float32], slots: Sequence[int], positions: Sequence[int], masks: TokenMasks | None
@@ -43,7 +42,6 @@ class IRowSampler(Protocol):
 
         slots and positions of the tokens: [L]. Penalties count the tokens.
         """
-        ...
 
 
 class HostSampling:

@@ -28,7 +28,6 @@ class StepTimes(Protocol):
 
     def typical_s(self, num_tokens: int) -> float | None:
         """The duration of a step of so many tokens; None if it is not known yet."""
-        ...
 
 
 class Drafting:

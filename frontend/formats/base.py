@@ -61,7 +61,6 @@ class Format(Protocol):
 
         prompt_token_ids is empty unless the request asks for token ids.
         """
-        ...
 
     def delta(self, index: int, delta: Delta) -> bytes: ...
 
@@ -73,15 +72,12 @@ class Format(Protocol):
 
     def end(self) -> bytes:
         """End the stream, after all choices are closed."""
-        ...
 
     def failure(self, error: ApiError) -> bytes:
         """End the stream with an error. The HTTP status is already sent and cannot report it."""
-        ...
 
     def whole(self, outputs: list[ChoiceOutput]) -> bytes:
         """Return the body of an answer that is not streamed."""
-        ...
 
 
 class NotStreamed(Exception):

@@ -84,25 +84,20 @@ class UsageClaim(Protocol):
 
     def share(self) -> None:
         """Add a holder: another exchange that continues the request and releases the claim too."""
-        ...
 
     def reserve(self, planned: PlannedUse) -> None:
         """Claim what the request will use. Raises ApiError."""
-        ...
 
     def grow_to(self, num_tokens: int) -> None:
         """Count tokens that are used beyond the reserved ones at once."""
-        ...
 
     def settle(self, num_tokens: int) -> None:
         """Replace the reserved tokens by those that were used."""
-        ...
 
     def release(self) -> None: ...
 
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers."""
-        ...
 
 
 class Exchange(Abortable):

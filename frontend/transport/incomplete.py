@@ -49,7 +49,6 @@ class Displaceable(Protocol):
 
     def displace(self) -> None:
         """Stop reading: another request needs the place."""
-        ...
 
 
 class Incomplete(Generic[Item]):

@@ -44,14 +44,12 @@ class MatrixFormat(Protocol):
     @property
     def description(self) -> str:
         """Method, bits and groups, for messages."""
-        ...
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         """The tensors of a linear of this shape, [outputs, inputs].
 
         Raises UnreadableMatrixError if the format's sizes do not divide the shape.
         """
-        ...
 
     def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - a default
         """Raises UnreadableMatrixError for numbers that the format does not allow; by default it allows any."""
@@ -59,7 +57,6 @@ class MatrixFormat(Protocol):
 
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
         """The weights of some outputs, float32 [rows, inputs]. rows has start and stop, and no step."""
-        ...
 
     def packed_form(self, shape: Shape) -> WeightForm | None:  # noqa: ARG002 - a default
         """The form that `pack` returns for most linears of this shape; None, the default, if there is none."""

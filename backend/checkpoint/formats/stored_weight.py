@@ -37,20 +37,16 @@ class StoredWeight(Protocol):
     @property
     def names(self) -> Iterable[str]:
         """The stored tensors that it is made of."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
-        ...
 
     def copy(self, target: Tensor, advance: Advance) -> None:
         """Write the whole tensor to target (contiguous, same shape), converted to its dtype."""
-        ...
 
     def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
         """A matrix in blocks of whole rows, fp32, of at most max_values numbers, but at least one row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,9 @@ class IPassThread(Protocol):
 
     def call(self, work: Callable[[], None]) -> None:
         """Do this after the steps that were launched before it."""
-        ...
 
     def wake(self) -> None:
         """Wake the loop. Safe from any thread."""
-        ...
 
 
 class IAdapterRules(Protocol):
@@ -42,23 +40,18 @@ class IAdapterRules(Protocol):
 
     def find_directory(self, name: str, path: str) -> Path:
         """The directory of an adapter to load. Raises StartupError."""
-        ...
 
     def announce(self, name: str, directory: Path, rank: int) -> Adapter:
         """Raises StartupError."""
-        ...
 
     def check_room(self, num_bytes: int, taken_bytes: int) -> None:
         """Raises StartupError if the adapter takes more memory than is left beside those that were loaded before."""
-        ...
 
     def changing(self) -> AbstractContextManager[bool]:
         """Whether no other backend would miss a change in this block: no successor has read what `remember` keeps."""
-        ...
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
         """Keep the directories and ids of the adapters by name for the next start."""
-        ...
 
 
 @dataclass(slots=True)

@@ -31,22 +31,18 @@ class MappedMemory(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights that are not quantised."""
-        ...
 
     @property
     def blocks(self) -> SharedBlocks: ...
 
     def check_some(self) -> int:
         """Check blocks for a moment, and return their number. Raises SharedWeightsError."""
-        ...
 
     def check_all_placed(self) -> None:
         """Raises SharedWeightsError if weights are left over."""
-        ...
 
     def unmap(self) -> None:
         """Unmap the memory; its tensors must not be used any more."""
-        ...
 
 
 class FilledMemory(Protocol):
@@ -54,20 +50,16 @@ class FilledMemory(Protocol):
 
     def finish(self, fingerprint: str, dtype: torch.dtype) -> SharedBlocks:
         """Make it memory that others can map. Raises OSError, DeviceError, or SharedWeightsError for broken memory."""
-        ...
 
     @property
     def fds(self) -> Sequence[int]:
         """The descriptors for the mailbox, after `finish`."""
-        ...
 
     def keep(self) -> None:
         """Note that others can find it now: `close` leaves it mapped."""
-        ...
 
     def close(self) -> None:
         """Close the fds. Tensors in memory that is kept stay valid; other device memory is freed."""
-        ...
 
 
 class Memories(Protocol):
@@ -75,15 +67,12 @@ class Memories(Protocol):
 
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         """Raises SharedWeightsError."""
-        ...
 
     def map(self, fds: Sequence[int]) -> MappedMemory:
         """The fds stay the caller's. Raises SharedWeightsError."""
-        ...
 
     def fill(self) -> FilledMemory:
         """Raises OSError or DeviceError."""
-        ...
 
 
 def load_or_map(

@@ -48,7 +48,6 @@ class LayerCall:
 class Attention(Protocol):
     def __call__(self, call: LayerCall) -> Tensor:
         """Return [T, heads, value_dim]."""
-        ...
 
 
 class UnsupportedAttentionError(Exception):

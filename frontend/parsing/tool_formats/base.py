@@ -80,11 +80,9 @@ class ToolFormat(Protocol):
 
     def around(self, name: str) -> tuple[str, str]:
         """Return the texts of a call before and after its arguments."""
-        ...
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
         """Read an answer, or the rest of one, with calls of these functions. Unread text is content."""
-        ...
 
     def new_call_id(self) -> str:
         """Return a random id, so that ids of other requests cannot be guessed."""

@@ -33,11 +33,9 @@ class Closable(Protocol):
 
     def close_for_another(self) -> None:
         """Close the connection, which is idle or incomplete."""
-        ...
 
     def shutdown(self) -> None:
         """Close the connection without haste, for nobody needs its place; after its answer if it is busy."""
-        ...
 
 
 def raise_fd_limit() -> int:

@@ -28,15 +28,12 @@ class MemoryCounter(Protocol):
 
     def reset_peak(self) -> None:
         """Free torch's unused memory, and count the peak from now on."""
-        ...
 
     def peak_bytes(self) -> int:
         """Peak memory of torch's tensors since `reset_peak`."""
-        ...
 
     def free_bytes(self) -> int:
         """Free memory of the whole device, all processes considered."""
-        ...
 
 
 class GpuMemoryCounter:

@@ -23,7 +23,6 @@ class KernelRun:
 class Profiler(Protocol):
     def runs(self, work: Callable[[], object]) -> list[KernelRun]:
         """Run the work, wait for the device, and return what ran there, in order."""
-        ...
 
 
 class GpuProfiler:

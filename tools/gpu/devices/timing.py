@@ -21,11 +21,9 @@ class Clock(Protocol):
 
         variants do the same work on different buffers, which together should be larger than the L2 cache.
         """
-        ...
 
     def once_us(self, work: Callable[[], object]) -> float:
         """Device time in microseconds of work that cannot be repeated. Launching it must take the host under 5 ms."""
-        ...
 
 
 class GpuClock:

@@ -28,23 +28,18 @@ class KvPages(Protocol):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All memory of this cache."""
-        ...
 
     def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
         """Store heads [T, num_kv_heads, head_dim]; token t goes to offset offsets[t] of page pages[t]."""
-        ...
 
     def clear(self, pages: Tensor) -> None:
         """Zero these pages."""
-        ...
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the first num_tokens of a page to another, and zero the rest of that page."""
-        ...
 
     def read(self, pages: Tensor) -> Tensor:
         """[num_kv_heads, *pages.shape, page_size, head_dim] fp32."""
-        ...
 
 
 class _Pages:

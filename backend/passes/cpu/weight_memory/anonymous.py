@@ -23,15 +23,12 @@ class WeightMemory(Protocol):
 
     def give_form_to(self, linear: Linear) -> None:
         """Copy the packing of the linear from filled memory; otherwise change nothing."""
-        ...
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
         """Return uint8 [num_bytes], at a multiple of 64 bytes. linear describes how a linear is packed."""
-        ...
 
     def used(self) -> list[Tensor]:
         """The used part of each mapping, as uint8."""
-        ...
 
 
 class AnonymousMemory:

@@ -31,11 +31,9 @@ class StepAttention(Protocol):
     @property
     def workspace_bytes(self) -> int:
         """Bytes that `open` allocates."""
-        ...
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield the kernels to pass to `Launcher.prepare`."""
-        ...
 
     def open(self, device: Device) -> None: ...
 
@@ -44,21 +42,17 @@ class StepAttention(Protocol):
     ) -> NDArray[np.int32]:
         """Return `CudaStep.prefill_tiles` of a step in which some rows have several tokens, or no logits. Its first
         num_decode rows have one token. See `PrefillAttention.tiles`."""
-        ...
 
     def captured_tiles(self, num_tokens: int) -> int:
         """Return the most tiles of a captured step of num_tokens. A step that has more is not captured."""
-        ...
 
     def begin(self, decode_rows: RowArrays) -> None:
         """Prepare a step with `CudaStep.decode_rows`, at least one. A slot of -1 is padding."""
-        ...
 
     def attend(
         self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
     ) -> None:
         """Write out for each token of the step; see `PrefillAttention.attend`. Padding rows of out do not change."""
-        ...
 
 
 class TwoKernelAttention:

@@ -103,8 +103,6 @@ class Launcher(Protocol):
 
         Raises KernelFailed.
         """
-        ...
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         """Launch the kernel without waiting for it. An empty grid launches nothing. Raises KernelFailed."""
-        ...

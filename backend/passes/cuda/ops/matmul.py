@@ -40,19 +40,15 @@ class Matmul(Protocol):
 
         A row of its results never depends on the other rows.
         """
-        ...
 
     def padded_rows(self, num_rows: int) -> int:
         """Return the rows that a buffer must have so that `multiply` can use its first num_rows."""
-        ...
 
     def num_launches(self, num_rows: int) -> int:
         """Return the minimum number of kernels that `multiply` launches."""
-        ...
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
         """Write x [T, in] · weights to out [T, out]; return out. Both must begin buffers of `padded_rows(T)` rows."""
-        ...
 
 
 class WholeMatmul:
