@@ -25,9 +25,13 @@ _EQUAL_SEEDS = "let drawn = 1; Math.random = () => (drawn = (drawn * 48271) % 21
 
 
 def take_picture(page: Page, name: str) -> None:
-    """Save what the page shows to the folder PENSTOCK_PICTURES, such as docs/, if the environment names one."""
+    """Save what the page shows, also in dark, to the folder PENSTOCK_PICTURES, such as docs/, if the environment names
+    one.
+    """
     if folder := os.environ.get("PENSTOCK_PICTURES"):
-        page.screenshot(path=Path(folder) / f"{name}.png")
+        for scheme, suffix in (("dark", "-dark"), ("light", "")):
+            page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+            page.screenshot(path=Path(folder) / f"{name}{suffix}.png")
 
 
 @pytest.fixture(scope="session")
