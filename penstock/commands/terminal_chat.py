@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import httpx2
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from penstock.process.options import from_environment
 from rich.console import Console
 
 from penstock.process.failure import fail
+from penstock.process.options import from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

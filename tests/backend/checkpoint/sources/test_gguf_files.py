@@ -57,5 +57,7 @@ def test_files_of_one_quantisation_are_told_apart_by_their_names() -> None:
     models = find_gguf_models({"a-Q4_0.gguf": 1, "b-Q4_0.gguf": 2, "b-Q8_0.gguf": 3})
     assert [tag_of(model, models) for model in models] == ["a-Q4_0.gguf", "b-Q4_0.gguf", "Q8_0"]
     assert choose_gguf(models, "b-Q4_0", "here").num_bytes == 2
-    with pytest.raises(StartupError, match=r"^here has 2 GGUF files Q4_0: name one of a-Q4_0.gguf \(1 B\), b-Q4_0.gguf"):
+    with pytest.raises(
+        StartupError, match=r"^here has 2 GGUF files Q4_0: name one of a-Q4_0.gguf \(1 B\), b-Q4_0.gguf"
+    ):
         choose_gguf(models, "Q4_0", "here")
