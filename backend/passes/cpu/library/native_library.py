@@ -208,7 +208,7 @@ def _run_compiler(command: list[str]) -> None:
     read_end, write_end = os.pipe()
     try:
         result = subprocess.run(
-            ["sh", "-c", _UNTIL_END_OF_INPUT, "sh", *command],
+            ["/bin/sh", "-c", _UNTIL_END_OF_INPUT, "sh", *command],
             stdin=read_end,
             process_group=0,
             capture_output=True,
