@@ -87,8 +87,11 @@ def _of_hub() -> Iterator[StoredModel]:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type == "model" and repository.revisions:
-            # A revision that rm has emptied was modified last.
-            newest = max(repository.revisions, key=lambda revision: (bool(revision.files), revision.last_modified))
+            # A revision that rm has emptied was modified last; two that share their newest blob are as old.
+            newest = max(
+                repository.revisions,
+                key=lambda revision: (bool(revision.files), revision.last_modified, bool(revision.refs)),
+            )
             yield from _of_repository(repository, newest)
 
 
