@@ -17,6 +17,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from penstock.process.failure import fail
+from penstock.process.options import from_environment
 
 _COMMAND = "penstock chat"
 _CONNECT_TIMEOUT_S = 10.0
@@ -34,11 +35,11 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 class ChatOptions:
     """Where the server is, and what each request asks for."""
 
-    url: str = "http://127.0.0.1:8000/v1"
+    url: Annotated[str, from_environment("--url")] = "http://127.0.0.1:8000/v1"
     """The server's base URL, as OpenAI's clients take it. Without a path, /v1 is meant."""
     model: str | None = None
     """Default: the first model that the server lists."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, from_environment("--api-key")] = None
     """Key of the server."""
     system: str | None = None
     """System text."""

@@ -33,8 +33,15 @@ async def load(exchange: Exchange, context: EndpointContext) -> None:
     done: list[BackendClient] = []
     try:
         for backend in _ready_backends(served):
-            await ask(backend, AdapterChange(body.lora_name, body.lora_path), _LOAD_TIMEOUT_S)
+            try:
+                await ask(backend, AdapterChange(body.lora_name, body.lora_path), _LOAD_TIMEOUT_S)
+            except ApiError as error:
+                if error.kind is ErrorKind.EXPIRED:
+                    done.append(backend)  # it may load the adapter yet
+                raise
             done.append(backend)
+        # Again: another model may have got the name meanwhile. Of two such loads, one or both fail.
+        context.models.check_adapter_name(body.lora_name, served)
     except ApiError:
         for backend in done:
             with contextlib.suppress(ApiError):  # the first error says what is wrong

@@ -25,6 +25,7 @@ from rich.text import Text
 from penstock.commands.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit
 from penstock.commands.top.snapshot import Line, Meter, Snapshot, Sort, describe, sorted_lines
 from penstock.process.failure import fail
+from penstock.process.options import from_environment
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
 
@@ -106,8 +107,8 @@ def top(
     sort: Sort = Sort.AGE,
     pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     interval: Annotated[float, Parameter(validator=Number(gte=0.1, lte=60.0))] = 1.0,
-    url: str = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, Parameter(show_default=False)] = None,
+    url: Annotated[str, from_environment("--url")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, Parameter(show_default=False), from_environment("--admin-key")] = None,
 ) -> None:
     """The command; its help is in `penstock.main`.
 
