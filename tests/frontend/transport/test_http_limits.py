@@ -12,13 +12,7 @@ import pytest
 
 from penstock.frontend.transport.serving import http_limits
 from penstock.frontend.transport.serving.connections import MIN_IDLE_S, Connections
-from penstock.frontend.transport.serving.http_limits import (
-    HEAD_TIMEOUT_S,
-    LINGER_S,
-    MAX_HEAD_BYTES,
-    MAX_HEADER_LINES,
-    MAX_LINGER_BYTES,
-)
+from penstock.frontend.transport.serving.http_limits import HEAD_TIMEOUT_S, MAX_HEAD_BYTES, MAX_HEADER_LINES
 from penstock.frontend.transport.serving.server import server_config
 from penstock.shm.messages import Finish
 from tests.frontend.harness import ClientConnection, FakeBackend, make_app, request_bytes, silent, token_ids
@@ -241,29 +235,6 @@ class Clock:
         for timer in due:
             if not timer.cancelled():
                 timer._run()
-
-
-@pytest.mark.parametrize("sends_much", [False, True])
-async def test_refused_client_may_send_on_for_a_time_and_a_number_of_bytes(
-    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, sends_much: bool
-) -> None:
-    clock = Clock()
-    connection = ClientConnection(make_app(backend), loop=clock)
-    monkeypatch.setattr(connection.transport, "write_eof", lambda: None)
-    connection.send(b"no HTTP\r\n\r\n")
-    assert (await connection.response()).status == 400
-    if sends_much:
-        connection.send(b"x" * MAX_LINGER_BYTES)
-        assert not connection.transport.closed
-        connection.send(b"x")
-    else:
-        clock.advance(LINGER_S / 2)
-        connection.send(GET + b"host: a\r\n\r\n")
-        assert not connection.transport.closed
-        clock.advance(LINGER_S / 2)
-    assert connection.transport.aborted
-    assert connection.transport.output.count(b"content-length: ") == 1
-    await connection.end()
 
 
 @pytest.fixture
