@@ -147,7 +147,7 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
     guesser, text = Guesser(1000), array("i", [1, 2, 3, 4, 5, 6] * 2)
     before = guesser.chances(3)
     for token in [1, 2, 3, 4, 5, 6] * 4:
-        guess = guesser.guess(text)
+        guess = guesser.guess(text, [])
         assert guess[:3] == [(token - 1 + n) % 6 + 1 for n in range(3)]
         assert len(guess) == MAX_GUESSED
         text.append(token)
@@ -155,7 +155,7 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
     assert all(now > then for now, then in zip(right, before, strict=True))
     for token in range(100, 140):
         text.extend([4, 5, 6])
-        guesser.guess(text)
+        guesser.guess(text, [])
         text.append(token)
     assert guesser.chances(1)[0] < 0.1
 
