@@ -87,7 +87,7 @@ class Guesser:
         """Index of the guess's first token."""
         self._num_right = 0
         """First tokens of the guess that came true."""
-        self._rates = [0.5, 0.5], [0.5, 0.5]
+        self._rates = [0.5, 0.5], [0.9, 0.9]
         """How often the first token of a guess comes true, and how often one that follows a right one; of the text's
         guesses and of the grammar's."""
 

@@ -6,6 +6,7 @@ the next one. `rewind` undoes tokens that were dropped after they were sampled, 
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections import deque
@@ -61,13 +62,19 @@ def clear_bit(bits: TokenBits, token_id: int) -> None:
 
 
 _MAX_FORCED_BYTES = 64
-_SEPARATORS = {b'"': (b": ", b", "), b",": (b" ",), b":": (b" ",)}
-"""Last byte → what models write after it, if the grammar allows spaces."""
+_NUM_LOOKED_AT = 64
+"""Last tokens of an answer that show its spaces."""
+_AFTER_COMMA, _AFTER_COLON = re.compile(rb'[{,](\s*)"'), re.compile(rb'":(\s*)')
 
 
-def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last_token: int) -> list[int]:
-    """Guess the next tokens: the text that the grammar forces after last_token, with usual spaces between."""
-    walker, text, last = matcher.deep_copy(), b"", tokenizer.decode_bytes([last_token])[-1:]
+def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, past_tokens: list[int]) -> list[int]:
+    """Guess the tokens after the past ones: the text that the grammar forces, with spaces as in the past text."""
+    past = tokenizer.decode_bytes(past_tokens[-_NUM_LOOKED_AT:])
+    comma, colon = ((shape.findall(past) or [b" "])[-1] for shape in (_AFTER_COMMA, _AFTER_COLON))
+    after_comma, after_colon = (comma + b'"', comma), (colon + b'"', colon)
+    closed = [b":" + part for part in after_colon] + [b"," + part for part in after_comma]
+    separators = {b'"': closed, b",": after_comma, b":": after_colon}
+    walker, text, last = matcher.deep_copy(), b"", past[-1:]
     free_text = tokenizer.tokenize_bytes(b"~")
 
     def takes(part: bytes) -> bool:
@@ -79,10 +86,10 @@ def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last_token: int) -
         if part:
             if not takes(part):
                 break
-        elif walker.validate_tokens(free_text) or not (part := next(filter(takes, _SEPARATORS.get(last, ())), b"")):
+        elif walker.validate_tokens(free_text) or not (part := next(filter(takes, separators.get(last, ())), b"")):
             break
         text, last = text + part, part[-1:]
-    return tokenizer.tokenize_bytes(text.rstrip(b" "))  # a last space may be a part of what follows
+    return tokenizer.tokenize_bytes(text.rstrip())  # a last space may be a part of what follows
 
 
 class ConstraintFailed(Exception):
@@ -191,7 +198,7 @@ class SequenceConstraints:
         if self._grammar_start is None or not self._tokens or self._pace.is_slow:
             return
         try:
-            self.guess = len(self._tokens), forced_tokens(self._matcher, self._tokenizer, self._tokens[-1])
+            self.guess = len(self._tokens), forced_tokens(self._matcher, self._tokenizer, self._tokens)
         except BaseException as error:
             if reason_of_panic(error) is None:
                 raise

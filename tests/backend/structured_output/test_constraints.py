@@ -231,13 +231,13 @@ def test_panic_of_the_grammar_library_fails_one_sequence_and_other_exceptions_ar
 def test_guess_is_the_text_that_the_grammar_forces_and_stops_in_free_text() -> None:
     tokenizer = load_tokenizer(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
     matcher = compile_grammar(tokenizer, Grammar("json_schema", json.dumps(PERSON)))
-    guesses = []
-    for part in ('{"', 'name": "', "Bo, a: ", "b", '",', ' "age": '):
-        tokens = tokenizer.tokenize_str(part)
-        matcher.consume_tokens(tokens)
-        guess = forced_tokens(matcher, tokenizer, tokens[-1])
-        guesses.append(tokenizer.decode_str(guess))
-    assert guesses == ['name": "', "", "", "", ' "age":', ""]
+    guesses, tokens = [], list[int]()
+    for part in ('{\n "', 'name": "', "Bo, a: ", "b", '",', '\n "age": '):
+        added = tokenizer.tokenize_str(part)
+        assert matcher.consume_tokens(added)
+        tokens += added
+        guesses.append(tokenizer.decode_str(forced_tokens(matcher, tokenizer, tokens)))
+    assert guesses == ['name": "', "", "", "", '\n "age":', ""]
 
 
 def test_drafts_get_no_masks_if_the_grammar_library_cannot_copy() -> None:
