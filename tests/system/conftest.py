@@ -20,6 +20,8 @@ SERVE = ("serve", "penstock-demo", "--gpu", "none", "--port", "0", "--kv-budget"
 CHROMIUM = find_program("chromium")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium")
 _TIMEOUT_MS = 60_000
+_EQUAL_SEEDS = "let drawn = 1; Math.random = () => (drawn = (drawn * 48271) % 2147483647) / 2147483647;"
+"""The page draws a seed for each request: with this it asks for the same answers in each run of a test."""
 
 
 def take_picture(page: Page, name: str) -> None:
@@ -60,6 +62,7 @@ def errors() -> Iterator[list[str]]:
 def open_page(browser: Browser, served_demo: str, errors: list[str]) -> Iterator[Callable[[str], Page]]:
     """Opens a path of the demo model's server in a window of its own."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+    context.add_init_script(_EQUAL_SEEDS)
 
     def open_path(path: str) -> Page:
         page = context.new_page()
