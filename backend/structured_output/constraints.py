@@ -62,6 +62,8 @@ def clear_bit(bits: TokenBits, token_id: int) -> None:
 
 
 _MAX_FORCED_BYTES = 64
+_MAX_GUESS_NS = 2_000_000
+"""A sequence whose guess takes more CPU time gets no more: the step's other rows wait for it."""
 _NUM_LOOKED_AT = 64
 """Last tokens of an answer that show its spaces."""
 _AFTER_COMMA, _AFTER_COLON = re.compile(rb'[{,](\s*)"'), re.compile(rb'":(\s*)')
@@ -197,11 +199,14 @@ class SequenceConstraints:
         self.wants_guess = False
         if self._grammar_start is None or not self._tokens or self._pace.is_slow:
             return
+        began_ns = time.thread_time_ns()
         try:
             self.guess = len(self._tokens), forced_tokens(self._matcher, self._tokenizer, self._tokens)
         except BaseException as error:
             if reason_of_panic(error) is None:
                 raise
+        if time.thread_time_ns() - began_ns > _MAX_GUESS_NS:
+            self._tokenizer = None
 
     def fork(self) -> SequenceConstraints | None:
         """A copy to advance by drafts, for as long as a step; None if the grammar's library cannot copy it.
