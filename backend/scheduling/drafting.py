@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
-
-if TYPE_CHECKING:
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.sequence import Sequence
 
 _MAX_ROWS = 4
 """With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
@@ -30,7 +28,6 @@ class StepTimes(Protocol):
 
     def typical_s(self, num_tokens: int) -> float | None:
         """The duration of a step of so many tokens; None if it is not known yet."""
-        ...
 
 
 class Drafting:

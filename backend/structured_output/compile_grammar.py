@@ -8,7 +8,8 @@ grammar. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -16,11 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.lark_source import lark_of, relaxed
 from penstock.process.native_libraries import LibraryError, guarded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.shm.messages import Grammar
+from penstock.shm.messages import Grammar
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms

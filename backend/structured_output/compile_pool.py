@@ -12,7 +12,10 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
+
+from llguidance import LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import CompiledGrammar, compile_grammar, load_tokenizer
 from penstock.backend.structured_output.compiler_process import (
@@ -22,11 +25,6 @@ from penstock.backend.structured_output.compiler_process import (
     TokenizerUnusable,
 )
 from penstock.shm.messages import Grammar
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from llguidance import LLTokenizer
 
 logger = logging.getLogger("penstock.backend")
 

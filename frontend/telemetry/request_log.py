@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from penstock.frontend.telemetry.trace_context import TraceContext
+from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.memory.board import FrontendBoard
 
-    from penstock.frontend.telemetry.trace_context import TraceContext
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.board import FrontendBoard
-
-    ReportSpans = Callable[["RequestLogEntry", float], str]
-    """Makes the spans of a request that ended at a monotonic time; returns the id of its trace."""
+ReportSpans = Callable[["RequestLogEntry", float], str]
+"""Makes the spans of a request that ended at a monotonic time; returns the id of its trace."""
 
 logger = logging.getLogger("penstock.request")
 
