@@ -42,6 +42,8 @@ class CompiledGrammar:
     num_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     growth: Growth = field(default_factory=Growth)
+    tokenizer: LLTokenizer | None = None
+    """The model's, to guess the text that the grammar forces; None for no guesses."""
 
 
 def load_tokenizer(tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:

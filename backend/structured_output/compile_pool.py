@@ -170,7 +170,7 @@ class CompilePool:
                 continue
             tokenizer = self._load_tokenizer()
             matcher = compile_grammar(tokenizer, Grammar("lark", report.relaxed) if report.relaxed else grammar)
-            compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes)
+            compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes, tokenizer=tokenizer)
             compiled.matcher.compute_bitmask()  # fills the lexer's cache, which all copies share
             began_ns = time.thread_time_ns()
             compiled.matcher.compute_bitmask()

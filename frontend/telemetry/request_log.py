@@ -91,6 +91,7 @@ class RequestLogEntry:
             "cached_tokens": self.cached_tokens,
             "coalesced": self.coalesced,
             "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "max_tokens": self.max_tokens,
             "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
             "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),

@@ -137,6 +137,7 @@ class LaunchedStep:
         else:
             for token_id in token_ids:
                 constraints.advance(token_id)
+            constraints.make_guess()
 
 
 def launch_step(
