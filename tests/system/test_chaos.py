@@ -20,7 +20,7 @@ MISSING = [name for name in ("haproxy", "nginx") if find_program(name) is None]
 @pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: apt-get install haproxy nginx-light")
 def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = ("--minutes", "0.25", "--requests", "500", "--fault-every-s", "1.5", "--seed", "1080", "--prompts", "18")
+    options = ("--minutes", "0.15", "--requests", "300", "--fault-every-s", "1.5", "--seed", "1080", "--prompts", "12")
     result = subprocess.run(
         module_argv("penstock.main", ("chaos", *options, "--behind", "both", "--report", str(report))),
         cwd=tmp_path,
@@ -35,9 +35,9 @@ def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx
     assert found["imbalances"] == {}, result.stdout + result.stderr
     assert result.returncode == 0, result.stderr
     ends = found["ends"]
-    assert sum(ends.values()) == found["requests"] == 500
-    assert ends["complete and right"] > 80
-    assert ends["dropped by us"] > 150
+    assert sum(ends.values()) == found["requests"] == 300
+    assert ends["complete and right"] > 40
+    assert ends["dropped by us"] > 80
     assert ends["failed"] == 0
     assert found["faults"][0]["kind"] == "backend killed"
     assert set(found["descriptors"]) >= {"supervisor", "backend", "frontend", "worker"}
