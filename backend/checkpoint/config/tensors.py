@@ -204,9 +204,7 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
     return specs
 
 
-def _fused_specs(
-    experts: Experts, names: TensorNames, name: str, hidden: int
-) -> dict[str, tuple[TensorSpec, ...]]:
+def _fused_specs(experts: Experts, names: TensorNames, name: str, hidden: int) -> dict[str, tuple[TensorSpec, ...]]:
     def specs(part: str, suffix: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         takes_turns, either = names.fused_takes_turns and part == "gate_up_proj", not names.fused_takes_turns
         tensor = f"{name}.{part}" + ("_bias" if suffix == "bias" else "")

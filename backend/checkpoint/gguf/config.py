@@ -69,9 +69,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _WIDE_EXPERTS, settings={"norm_topk_prob": True}),
     "qwen2vl": Architecture("Qwen2ForCausalLM", _OF_IMAGES),
     "qwen3vl": Architecture("Qwen3ForCausalLM", _OF_IMAGES),
-    "qwen3vlmoe": Architecture(
-        "Qwen3MoeForCausalLM", (*_WIDE_EXPERTS, *_OF_IMAGES), settings={"norm_topk_prob": True}
-    ),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", (*_WIDE_EXPERTS, *_OF_IMAGES), settings={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM", (_WINDOWS[0], "rope.scaling.attn_factor")),
     "gemma": Architecture("GemmaForCausalLM", offset_norms=True),
     "gemma2": Architecture("Gemma2ForCausalLM", (*_WINDOWS, *_GEMMA_CAPS), offset_norms=True, wide_layers=46),
