@@ -187,11 +187,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
-    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
-    if preset == "gpt-oss":
-        tensors = as_converted(tensors)
-    elif "-vl" in preset:
-        tensors = text_tensors(tensors)
+    convert = as_converted if preset == "gpt-oss" else text_tensors if "-vl" in preset else dict
+    model, tensors = load_oracle(checkpoint), convert(load_file(checkpoint / "model.safetensors"))
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)

@@ -181,8 +181,8 @@ def text_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if part == "gate_up_proj":
             gate, up = tensor.chunk(2, dim=1)
             found |= {f"{base}.experts.gate_proj.weight": gate, f"{base}.experts.up_proj.weight": up}
-        elif not plain.startswith("model.visual."):
-            found[f"{plain}.weight" if part else plain] = tensor.contiguous()
+        elif "visual." not in plain:
+            found[f"{plain}.weight" if base else plain] = tensor.contiguous()
     return found
 
 
