@@ -271,7 +271,8 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
+EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe")
+FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -75,8 +75,10 @@ TEXT_PARTS = {
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)
 
-_SPELLINGS = {name.lower(): name for name in SUPPORTED_ARCHITECTURES} | {"yiforcausallm": "LlamaForCausalLM"}
-"""In lower case: the first Llamas are LLaMAForCausalLM. Yi is a Llama with another name."""
+_SPELLINGS = {name.lower().replace("_", ""): name for name in SUPPORTED_ARCHITECTURES} | {
+    "yiforcausallm": "LlamaForCausalLM"
+}
+"""In lower case, without _: the first Llamas are LLaMAForCausalLM. Yi is a Llama with another name."""
 
 
 def find_architecture(values: Mapping[str, Any]) -> object:
@@ -86,14 +88,14 @@ def find_architecture(values: Mapping[str, Any]) -> object:
     """
     named = values.get("architectures")
     if isinstance(named, list) and named:
-        return _SPELLINGS.get(named[0].lower(), named[0]) if isinstance(named[0], str) else named[0]
+        return _SPELLINGS.get(named[0].lower().replace("_", ""), named[0]) if isinstance(named[0], str) else named[0]
     if named:
         return named
-    return decoder_of(
-        str(values.get("model_type")).replace("_", "").removesuffix("text"), reads_images="text_config" in values
-    )
+    return decoder_of(str(values.get("model_type")).removesuffix("_text"), reads_images="text_config" in values)
 
 
 def decoder_of(stem: str, *, reads_images: bool = False) -> str | None:
     """The decoder with this name before ForCausalLM, or of a model that also reads images before its own suffix."""
-    return _SPELLINGS.get(stem.lower() + ("forconditionalgeneration" if reads_images else "forcausallm"))
+    return _SPELLINGS.get(
+        stem.lower().replace("_", "") + ("forconditionalgeneration" if reads_images else "forcausallm")
+    )
