@@ -11,25 +11,19 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
 from penstock.backend.forward_pass.extensions import IDeviceHiddenStates, IDeviceLogits, IHiddenStates, read_host_logits
-from penstock.shm.buffers.buffer_export import BufferExporter
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.shm.buffers.buffer_export import BufferExporter, Loan
 from penstock.shm.buffers.cuda_driver import DriverDevice
-from penstock.shm.buffers.device_api import DeviceError, DeviceRow
+from penstock.shm.buffers.device_api import DeviceApi, DeviceError, DeviceRow
 from penstock.shm.messages import BufferContent, BufferKind, ContentSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.buffers.device_api import DeviceApi
-
 
 _OUTPUT = attrgetter("output")
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.backend.start.preloading import prepare_imports
@@ -17,15 +16,21 @@ from penstock.process.garbage_collection import pause_collection, resume_collect
 if __name__ == "__main__":  # before numpy is imported
     prepare_imports(sys.argv)
 
+from pathlib import Path
+from types import FrameType
+
 from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
+from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.recorder import Recorder
+from penstock.backend.engine.requests.adapters import AdapterSet
 from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.forward_pass.extensions import ISharedWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
@@ -46,7 +51,7 @@ from penstock.backend.start.paging import (
     open_pages,
 )
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.start.runtime_adapters import adapter_set, make_adapter_table, with_kept_adapters
+from penstock.backend.start.runtime_adapters import RuntimeAdapters, adapter_set, make_adapter_table, with_kept_adapters
 from penstock.backend.start.standby import import_and_wait
 from penstock.backend.start.startup import (
     AUTO,
@@ -78,19 +83,9 @@ from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
-from penstock.shm.messages import PROTOCOL_VERSION
+from penstock.shm.messages import PROTOCOL_VERSION, ModelCard
 from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.records import FORMAT_VERSION
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import FrameType
-
-    from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.requests.adapters import AdapterSet
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-    from penstock.backend.start.runtime_adapters import RuntimeAdapters
-    from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.backend")
 

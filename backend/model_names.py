@@ -83,6 +83,8 @@ PINNED_PACKAGES = {
         "all-MiniLM-L6-v2", 83_342_062, "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e"
     ),
 }
+_NAME_OF_PACKAGE = {name.package: pinned.model for name, pinned in PINNED_PACKAGES.items()}
+"""Of any version: one that names none gets the same name in the API."""
 
 ModelName: TypeAlias = Path | HubName | PackageName
 
@@ -135,8 +137,7 @@ def name_in_api(model: str) -> str:
     except StartupError:
         return model
     if isinstance(name, PackageName):
-        pinned = PINNED_PACKAGES.get(name)
-        return name.package if pinned is None else pinned.model
+        return _NAME_OF_PACKAGE.get(name.package, name.package)
     if isinstance(name, HubName):
         return str(name)
     path = name.absolute()

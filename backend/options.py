@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
 from penstock.backend.errors import StartupError
@@ -14,11 +15,6 @@ from penstock.backend.model_names import DEMO_MODEL, name_in_api
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.process.options import ByteSize, format_size, grouped, parse_size
 from penstock.process.private_directory import default_socket_path
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cyclopts import Token
 
 
 def _convert_budget(_type: Any, tokens: Sequence[Token]) -> int | str:

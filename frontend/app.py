@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from penstock.frontend.access.admission import Admission
 from penstock.frontend.endpoints import (
@@ -34,26 +33,23 @@ from penstock.frontend.endpoints.pooling import (
 from penstock.frontend.endpoints.responses.endpoint import Responses
 from penstock.frontend.endpoints.responses.storage.state_files import open_database
 from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket
+from penstock.frontend.endpoints.responses.web_socket import LatestResponses, ResponseSocket, Turn
 from penstock.frontend.endpoints.routes import Methods, RouteTable, delete, get, post, select
 from penstock.frontend.endpoints.server import adapters, health, metrics, models, quote
 from penstock.frontend.endpoints.server.cancel_request import cancel_request
 from penstock.frontend.endpoints.server.engine_feed import EngineStreams
 from penstock.frontend.endpoints.server.streams import StreamTable
 from penstock.frontend.endpoints.static_files import StaticFiles, manual_routes
+from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
+from penstock.frontend.settings import WorkerLimits
+from penstock.frontend.telemetry.request_log import ReportSpans
+from penstock.frontend.transport.asgi import AsgiMessage, Receive, Scope, Send
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
 from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.process.admission import TenantPlaces
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.responses.web_socket import Turn
-    from penstock.frontend.generation.models.model_table import ServedModels
-    from penstock.frontend.settings import WorkerLimits
-    from penstock.frontend.telemetry.request_log import ReportSpans
-    from penstock.frontend.transport.asgi import AsgiMessage, Receive, Scope, Send
 
 logger = logging.getLogger("penstock.app")
 

@@ -12,8 +12,8 @@ import re
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -54,9 +54,6 @@ from penstock.process.service_manager import activated_fd, find_service_manager
 from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+")
 """An origin as browsers write it: in lower case, without a path."""

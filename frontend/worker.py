@@ -14,20 +14,19 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
 
 from penstock.frontend.access.admission import Admission
-from penstock.frontend.access.api_keys import KeyFileError, named_keys, read_key_file
+from penstock.frontend.access.api_keys import ApiKey, KeyFileError, named_keys, read_key_file
 from penstock.frontend.access.hosts import serves_one_machine
 from penstock.frontend.access.usage_table import UsageTable
 from penstock.frontend.app import App
 from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.generation.models.waking import WakingModel
-from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, WorkerSettings
+from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, WorkerSettings
 from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.connections import raise_fd_limit
@@ -37,10 +36,6 @@ from penstock.process.logs import set_up_logging
 from penstock.shm.client import ReplicaSet, SocketDirectory
 from penstock.shm.memory.model_table import ModelTable
 from penstock.shm.memory.prefix_table import PrefixTable
-
-if TYPE_CHECKING:
-    from penstock.frontend.access.api_keys import ApiKey
-    from penstock.frontend.settings import AccessSettings
 
 logger = logging.getLogger("penstock.worker")
 

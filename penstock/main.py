@@ -13,12 +13,12 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from penstock.process.failure import USAGE_STATUS, fail
-from penstock.process.options import ENV_PREFIX, make_app, unknown_variables
+from penstock.process.options import ENV_PREFIX, NO_ENVIRONMENT, make_app, unknown_variables
 from penstock.serve.foreign_options import explain
 from penstock.serve.options import ServeOptions, one_or_several
 
@@ -87,6 +87,8 @@ _PRODUCT: dict[Group, dict[str, tuple[str, str]]] = {
         ),
     },
 }
+_SERVERS = {"backend", "frontend", "ray"}
+"""With serve, the commands whose options variables PENSTOCK_<OPTION> set."""
 _ALIASES = {"show": "inspect"}
 _LABORATORY = {
     "bench": ("tools.bench.command:app", "Measures a server, or one part of it."),
@@ -150,7 +152,8 @@ def _mount() -> None:
     """Add the other commands by name: a command's imports, such as torch, are loaded when it runs."""
     for group, commands in _PRODUCT.items():
         for name, (target, help_text) in commands.items():
-            app.command(f"penstock.{target}", name=name, alias=_ALIASES.get(name), help=help_text, group=group)
+            own: dict[str, Any] = {} if name in _SERVERS else {"alias": _ALIASES.get(name), "config": NO_ENVIRONMENT}
+            app.command(f"penstock.{target}", name=name, help=help_text, group=group, **own)
     # It passes its options on to the server, which checks them.
     app.command(
         "penstock.serve.upgrade.command:upgrade", name="upgrade", help=_UPGRADE, group=_OPERATE, version_flags=[]

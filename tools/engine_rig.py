@@ -9,47 +9,43 @@ from __future__ import annotations
 import select
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from penstock.backend.engine.interfaces import IEngineLink, IExecutor
+from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.handling import RequestHandling
+from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
+from penstock.backend.engine.steps.step_timing import StepTiming
+from penstock.backend.forward_pass import StepBatch
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
+from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
+from penstock.backend.structured_output.grammar_queue import GrammarQueue
+from penstock.shm.link.events import LinkEvent
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import NO_TOKEN, Finish
+from penstock.shm.messages import (
+    NO_TOKEN,
+    Adapter,
+    EventLogprobs,
+    Failure,
+    Finish,
+    Progress,
+    Quote,
+    Started,
+    StreamRecord,
+    VectorPart,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.recorder import Recorder
-    from penstock.backend.engine.requests.limits import EngineLimits
-    from penstock.backend.engine.requests.vector_delivery import VectorCache
-    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
-    from penstock.backend.engine.steps.step_timing import StepTiming
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.scheduling.drafting import Drafting
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.structured_output.grammar_queue import GrammarQueue
-    from penstock.shm.link.events import LinkEvent
-    from penstock.shm.messages import (
-        Adapter,
-        EventLogprobs,
-        Failure,
-        Progress,
-        Quote,
-        Started,
-        StreamRecord,
-        VectorPart,
-    )
-
-    Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
-    """Like `launch_step` with a pass."""
+Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
+"""Like `launch_step` with a pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,15 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, ClassVar, NoReturn
+from types import FrameType
+from typing import IO, ClassVar, NoReturn
 
 from penstock.process.children import stat_fields, stop_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from types import FrameType
 
 _STOP_TIMEOUT_S = 60.0
 _TAIL_LINES = 12

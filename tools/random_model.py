@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from cyclopts import Parameter
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.tensors import expected_tensors
 from penstock.backend.checkpoint.config_json import parse_decoder_config
@@ -25,11 +27,6 @@ from penstock.backend.checkpoint.files.layout import INDEX_FILE, SINGLE_FILE
 from penstock.backend.errors import StartupError
 from penstock.process.failure import fail
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
 
 WEIGHT_STD = 0.02
 MAX_SHARD_BYTES = 1_000_000_000

@@ -5,10 +5,12 @@ The GPU checks import no package for it but torch. `random_model` writes checkpo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
 from penstock.backend.checkpoint.config.decoder_config import (
@@ -22,13 +24,7 @@ from penstock.backend.checkpoint.config.decoder_config import (
 from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, HeadLayerWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 def make_rope(head_dim: int, theta: float) -> RopeConfig:

@@ -6,15 +6,12 @@ The latter depend on the options, the kernels and the code that packs, too.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE, INDEX_FILE
 from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 WEIGHTS_SUFFIXES = (".safetensors", ".gguf")
 _SAMPLE_BYTES = 4096

@@ -139,8 +139,11 @@ def _find_on_hub(name: HubName, revision: str | None) -> Path | _Repository:
         raise StartupError(f"the hub's model {repository} has no GGUF file; leave :{name.tag} out")
     chosen = choose_gguf(models, name.tag, f"the hub's model {repository}")
     if name.tag is None and len(models) > 1:
-        others = name_models([model for model in models if model is not chosen])
-        logger.info("%s: %s is taken; %s:TYPE takes another: %s", repository, chosen, repository, others)
+        taken, others = (
+            name_models([chosen], models),
+            name_models([each for each in models if each is not chosen], models),
+        )
+        logger.info("%s: %s is taken; %s:TYPE takes another: %s", repository, taken, repository, others)
     return download(repository, revision, chosen.files, sizes) / chosen.files[0]
 
 

@@ -14,12 +14,17 @@ checkpoint the stored matrices of one linear.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
     LINEARS,
@@ -35,9 +40,11 @@ from penstock.backend.checkpoint.config.tensors import (
 )
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.files.json_file import shorten
-from penstock.backend.checkpoint.files.progress import make_progress
+from penstock.backend.checkpoint.files.progress import Progress, make_progress
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
-from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, find_weight
+from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
+from penstock.backend.checkpoint.formats.stored_weight import FormattedMatrix, PlainTensor, StoredWeight, find_weight
+from penstock.backend.checkpoint.formats.tensor_file import TensorFile
 from penstock.backend.checkpoint.gguf.directory import open_gguf_links
 from penstock.backend.checkpoint.other_layouts.mistral_layout import EMBEDDING_NAME, hf_name
 from penstock.backend.checkpoint.tensor_files.opening import (
@@ -52,23 +59,10 @@ from penstock.backend.checkpoint.tensor_files.unplaced import (
     refuse_unplaced,
     unused_heads,
 )
+from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights, stacked_form
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-    from pathlib import Path
-    from types import TracebackType
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.files.progress import Progress
-    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
-    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
-    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 logger = logging.getLogger("penstock.backend")
 

@@ -7,19 +7,15 @@ check these tokens: the frontend claims them. So only that frontend's streams ma
 from __future__ import annotations
 
 import secrets
+from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.backend.forward_pass import SamplingParams
 from penstock.backend.sequences.sequence import Sequence
-
-if TYPE_CHECKING:
-    from array import array
-
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.backend.structured_output.constraints import SequenceConstraints
-    from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Constraints, Pool, PromptHeader, TextHeader
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import Constraints, Pool, PromptHeader, TextHeader
 
 _SALT_BYTES = 16
 _MAX_OFFERS = 8

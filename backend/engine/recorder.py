@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
-from penstock.shm.messages import Generate, Pool, TextHeader, encode
+from penstock.backend.engine.steps.launched_step import StepResult
+from penstock.backend.forward_pass import StepBatch
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
+from penstock.shm.memory.ring import RingWriter
+from penstock.shm.messages import Failure, Finish, Generate, Pool, PromptHeader, TextHeader, encode
 from penstock.shm.recording.events import (
     Arrived,
+    BackendStarted,
     Cancelled,
     Ended,
+    Event,
     FrontendDied,
     Joined,
     Left,
@@ -41,20 +50,6 @@ from penstock.shm.recording.steps import (
     pack_key,
     pack_tokens,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Self
-
-    from penstock.backend.engine.steps.launched_step import StepResult
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.events import LinkEvent
-    from penstock.shm.memory.ring import RingWriter
-    from penstock.shm.messages import Failure, Finish, PromptHeader
-    from penstock.shm.recording.events import BackendStarted, Event
 
 _PLANS_PER_KEY_PLAN = 64
 """Every 64th plan records its rows and their sequences, so that a reader can begin there."""

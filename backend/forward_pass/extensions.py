@@ -27,7 +27,6 @@ class IHostPages(Protocol):
 
         0 if recomputing a page is faster than copying it there and back, or if PassOptions.host_kv_bytes holds no page.
         """
-        ...
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy each (page, host page) pair, after all steps launched so far; later steps may write to the pages.
@@ -35,7 +34,6 @@ class IHostPages(Protocol):
         No host page occurs twice. Called between steps, not between `forward` and `sample`. An error here is fatal: the
         engine would otherwise read pages that were never saved.
         """
-        ...
 
 
 class PagePlaces(Protocol):
@@ -46,11 +44,9 @@ class PagePlaces(Protocol):
 
     def place(self, index: int) -> NDArray[np.uint8]:
         """The memory of one place, [page bytes], for the keys and values of a page in all layers."""
-        ...
 
     def note_written(self, index: int) -> None:
         """The pass has written the place. Called on its thread."""
-        ...
 
 
 @runtime_checkable
@@ -62,7 +58,6 @@ class IPersistsPages(Protocol):
 
     def persist_pages(self, places: PagePlaces) -> None:
         """Use these host pages from now on. Called at most once, after `create_cache`."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +66,6 @@ class IDeviceLogits(Protocol):
 
     def device_logits(self, logits: Any) -> DeviceRows:
         """The logits of `forward`'s handle, [L, vocab_size]. Called before `sample`; copied in the stream's order."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +77,6 @@ class IHiddenStates(Protocol):
 
     def host_hidden_states(self, logits: Any) -> NDArray[np.float32]:
         """Hidden states of the last step, on the host: [L, hidden_size]. Called before `sample`."""
-        ...
 
 
 @runtime_checkable
@@ -92,7 +85,6 @@ class IDeviceHiddenStates(IHiddenStates, IDeviceLogits, Protocol):
 
     def device_hidden_states(self, logits: Any) -> DeviceRows:
         """Hidden states of the last step, on the device, under the same conditions as `device_logits`."""
-        ...
 
 
 class ReadAdapter(Protocol):
@@ -108,18 +100,15 @@ class ILoadsAdapters(Protocol):
 
     def adapter_bytes(self, directory: Path) -> int:
         """The memory that the adapter will take. Any thread may call it. Raises StartupError."""
-        ...
 
     def read_adapter(self, directory: Path) -> ReadAdapter:
         """Any thread may call it. Raises StartupError."""
-        ...
 
     def put_adapter(self, index: int, adapter: ReadAdapter | None) -> None:
         """From the next step on this is the adapter with the index in `StepBatch.adapters`; None frees its memory.
 
         Called between steps, on the pass's thread.
         """
-        ...
 
 
 class SharedWeights(Protocol):
@@ -131,12 +120,10 @@ class SharedWeights(Protocol):
     @property
     def is_mapped(self) -> bool:
         """An earlier process packed the weights; this one did not load them."""
-        ...
 
     @property
     def num_checks(self) -> int:
         """Parts that were compared with their checksums."""
-        ...
 
     def check_next(self) -> str | None:
         """Compare the next part with its checksum, which takes milliseconds.
@@ -144,7 +131,6 @@ class SharedWeights(Protocol):
         Returns what is wrong, or nothing. After an error no later process gets these weights, and this one must end.
         Called from one thread, which need not be the pass's.
         """
-        ...
 
 
 @runtime_checkable
@@ -154,7 +140,6 @@ class ISharedWeights(Protocol):
     @property
     def shared_weights(self) -> SharedWeights | None:
         """None if they are not held; the log says why."""
-        ...
 
 
 @runtime_checkable
@@ -163,7 +148,6 @@ class IFindsSharedWeights(Protocol):
 
     def shared_bytes(self, model_dir: Path, options: PassOptions) -> int:
         """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""
-        ...
 
 
 def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[np.float32]:

@@ -118,7 +118,6 @@ class IBatchedForwardPass(Protocol):
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         """The spec of what `load` would return, from config.json alone, without weights. Raises StartupError."""
-        ...
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
@@ -126,12 +125,10 @@ class IBatchedForwardPass(Protocol):
 
         Raises `penstock.backend.errors.StartupError` with one clear line for anything that the operator can fix.
         """
-        ...
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         """Allocate num_pages * page_size_tokens * spec.kv_bytes_per_token[kv_dtype] bytes, no more; with G groups of
         layers that divided by G, because any page may become any group's. Called once."""
-        ...
 
     def forward(self, batch: StepBatch) -> Any:
         """Run one step and return logits of batch.logit_rows, [L, vocab_size], as a handle for `sample`.
@@ -140,7 +137,6 @@ class IBatchedForwardPass(Protocol):
         then write the KV of all T tokens. A row's result must not depend on the other rows. Raises DeviceLost, here or
         in `sample`, when no later step can succeed either.
         """
-        ...
 
     def sample(self, logits: Any, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         """Sample one token for each of batch.logit_rows and store it as its slot's last token.
@@ -148,7 +144,6 @@ class IBatchedForwardPass(Protocol):
         The token depends only on the logits, the slot's SamplingParams, its tokens, the position and the row's mask.
         With batch.scored or batch.pooled it is called for a step without logit rows too; its output has their results.
         """
-        ...
 
     def host_logits(self, logits: Any) -> NDArray[np.float32]:
         """The logits of a step on the host, [L, vocab_size], from `forward`'s handle; rows behind these are ignored.
@@ -161,4 +156,3 @@ class IBatchedForwardPass(Protocol):
 
     def close(self) -> None:
         """Free the device's memory. Called once, after the last step."""
-        ...

@@ -69,7 +69,6 @@ class PendingOutput(Protocol):
 
     def wait(self) -> StepOutput:
         """Block until the step is computed. Another thread than the pass's may call it. Raises DeviceLost."""
-        ...
 
 
 class DeviceLost(Exception):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import IBatchedForwardPass
+from penstock.backend.forward_pass import IBatchedForwardPass
 
 GROUP = "penstock.forward_pass"
 _METHODS = ("describe", "load", "create_cache", "forward", "sample", "close")

@@ -110,15 +110,12 @@ class EmbeddingRows(Protocol):
     @property
     def device_reads(self) -> bool:
         """The rows are in memory that the pass's device can read: use `copy_to`. Otherwise use `read`."""
-        ...
 
     def read(self) -> NDArray[np.float32]:
         """A copy."""
-        ...
 
     def copy_to(self, there: DeviceRows) -> None:
         """Enqueue a copy in the stream of `there`. Raises `penstock.shm.buffers.device_api.DeviceError`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.backend.kv_cache.host_offload import HostOffload
-    from penstock.backend.kv_cache.page_index import PageIndex
+from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.page_index import PageIndex
 
 _GROWTH = 1.125
 """A tenant is ranked again when its pages have grown or shrunk by this factor."""

@@ -14,27 +14,22 @@ import os
 import secrets
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checksum import block_sum
+from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.forward_pass.extensions import IPersistsPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_hash import use_secret
 from penstock.backend.kv_cache.page_store import ROW_BYTES, PageRows, PersistedPage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 
 logger = logging.getLogger("penstock.backend")
 

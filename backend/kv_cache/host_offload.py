@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.backend.kv_cache.page_store import PersistedPage
 from penstock.process.logs import RareLine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("penstock.backend")
 

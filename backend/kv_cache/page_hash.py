@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from array import array
+from array import array
 
 _DIGEST_BYTES = 16
 _secret = secrets.token_bytes(32)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from penstock.backend.kv_cache.host_offload import HostOffload
 
 
 class IndexedPage(NamedTuple):

@@ -8,16 +8,13 @@ The memory itself belongs to the forward pass.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from penstock.backend.kv_cache.eviction import IdlePages
 from penstock.backend.kv_cache.hand_over import HandOver, HandOverMemory
 from penstock.backend.kv_cache.host_offload import HostOffload, IPageStore
 from penstock.backend.kv_cache.page_hash import is_full_page_hash
 from penstock.backend.kv_cache.page_index import FindablePages, FullPageObserver, IndexedPage, PageIndex
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class PagePool:

@@ -13,27 +13,22 @@ import os
 import secrets
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checksum import block_sum
 from penstock.backend.errors import NoRoomBeside, StartupError
+from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.forward_pass.extensions import IPersistsPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.page_hash import use_secret
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
-    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
-
 
 ROW_BYTES = 64
 _ROW = struct.Struct("<16s16sBxxxIQ")  # hash, salt, length of the salt, sum of the content, number

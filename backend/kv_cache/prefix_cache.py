@@ -11,18 +11,16 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_index import IndexedPage
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.sequences.sequence import Sequence
 
-if TYPE_CHECKING:
-    from penstock.backend.kv_cache.kv_groups import KvGroups
-    from penstock.backend.kv_cache.page_pool import PagePool
-    from penstock.backend.sequences.sequence import Sequence
-
-    Awaited: TypeAlias = bytes | Sequence
-    """Hash of a page that a running sequence is about to complete, or a running sequence: any progress it makes."""
+Awaited: TypeAlias = bytes | Sequence
+"""Hash of a page that a running sequence is about to complete, or a running sequence: any progress it makes."""
 
 _MAX_CANDIDATES = 16
 """The latest pages, and the latest running sequences, that are compared with a waiting sequence's partial page."""

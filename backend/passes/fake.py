@@ -10,21 +10,15 @@ from __future__ import annotations
 
 import time
 import zlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import NO_ADAPTER, PassOptions, PassSpec, StepBatch
+from penstock.backend.forward_pass import NO_ADAPTER, EmbeddingRows, PassOptions, PassSpec, StepBatch
 from penstock.backend.sampling.sampler import HostSampling
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import EmbeddingRows
 
 _DEFAULT_VOCAB_SIZE = 4096
 _MAX_CONTEXT_TOKENS = 1 << 16

@@ -4,18 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import SamplingParams, TokenMasks
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams, TokenMasks
 
 
 class Penalties:

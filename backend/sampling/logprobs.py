@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import TokenLogprobs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import ScoredTokens
+from penstock.backend.forward_pass import ScoredTokens, TokenLogprobs
 
 _BLOCK_ROWS = 32
 """Tokens that are scored together: there are a few copies of their logits in float64."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import NOT_FINITE, SlotInit, TokenLogprobs, TokenMasks
+from penstock.backend.forward_pass import NOT_FINITE, SamplingParams, SlotInit, TokenLogprobs, TokenMasks
 from penstock.backend.sampling.filters import (
     Penalties,
     apply_penalties,
@@ -18,13 +19,6 @@ from penstock.backend.sampling.filters import (
 )
 from penstock.backend.sampling.logprobs import token_logprobs, with_named_tokens
 from penstock.backend.sampling.repetition import Repetitions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import SamplingParams
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))

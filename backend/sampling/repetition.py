@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import SamplingParams
+from penstock.backend.forward_pass import SamplingParams
 
 _END = -1
 """Ends each breaker in `SamplingParams.dry_breakers`."""

@@ -8,10 +8,12 @@ inverse CDF. Other rows of the batch cannot change it.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import (
     FROM_SLOT,
@@ -26,18 +28,12 @@ from penstock.backend.forward_pass import (
 from penstock.backend.sampling.logprobs import score_in_blocks
 from penstock.backend.sampling.numpy_sampler import NumpySampler
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
 
 class IRowSampler(Protocol):
     """Samples rows of logits by the settings of their slots: `NumpySampler`, or kernels."""
 
     def take_slot(self, init: SlotInit) -> None:
         """A sequence takes the slot: its settings and tokens replace those of the slot's last owner."""
-        ...
 
     def sample(
         self, logits: NDArray[np.float32], slots: Sequence[int], positions: Sequence[int], masks: TokenMasks | None
@@ -46,7 +42,6 @@ class IRowSampler(Protocol):
 
         slots and positions of the tokens: [L]. Penalties count the tokens.
         """
-        ...
 
 
 class HostSampling:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from penstock.backend.scheduling.tenants import PREFILL_COST
-from penstock.backend.scheduling.wait_queue import Passed
-
-if TYPE_CHECKING:
-    from penstock.backend.scheduling.preemption import Preemption
-    from penstock.backend.scheduling.running import RunningSequences
-    from penstock.backend.scheduling.step_plan import Chunk
-    from penstock.backend.scheduling.tenants import Tenants
-    from penstock.backend.scheduling.wait_queue import WaitQueue
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant_account import TenantAccount
+from penstock.backend.scheduling.preemption import Preemption
+from penstock.backend.scheduling.running import RunningSequences
+from penstock.backend.scheduling.step_plan import Chunk
+from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
+from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 _PREEMPTING_PART = 2
 """Others are preempted for a tenant that has less than half of its share. It gets the rest as they end."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
-
-if TYPE_CHECKING:
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.sequence import Sequence
 
 _MAX_ROWS = 4
 """With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
@@ -30,7 +28,6 @@ class StepTimes(Protocol):
 
     def typical_s(self, num_tokens: int) -> float | None:
         """The duration of a step of so many tokens; None if it is not known yet."""
-        ...
 
 
 class Drafting:
@@ -66,7 +63,7 @@ class Drafting:
         """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""
         if sequence.guesser is None:
             sequence.guesser = Guesser(sequence.max_total_tokens)
-        guess = sequence.guesser.guess(sequence.tokens)
+        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence))
         num_coming = sequence.num_computed - len(sequence.tokens)
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
@@ -97,6 +94,15 @@ class Drafting:
 def may_have_drafts(sequence: Sequence) -> bool:
     """Log probabilities, and logits for clients, are those of one token a row."""
     return sequence.sampling.num_logprobs < 0 and sequence.output is None and sequence.embeddings is None
+
+
+def _forced(sequence: Sequence) -> list[int]:
+    """The tokens that its grammar forces after the known ones, as far as the executor has found any."""
+    if (constraints := sequence.constraints) is None:
+        return []
+    constraints.wants_guess = True
+    num_tokens, tokens = constraints.guess
+    return tokens if num_tokens == len(sequence.tokens) - sequence.num_prompt_tokens else []
 
 
 def _chance(entry: tuple[float, Sequence]) -> float:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from penstock.backend.scheduling.running import RunningSequences
-    from penstock.backend.scheduling.tenants import Tenants
-    from penstock.backend.scheduling.wait_queue import WaitQueue
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.scheduling.running import RunningSequences
+from penstock.backend.scheduling.tenants import Tenants
+from penstock.backend.scheduling.wait_queue import WaitQueue
+from penstock.backend.sequences.sequence import Sequence
 
 _MAX_MODELLED = 64
 """Waiting sequences whose start is modelled. Those behind are assumed to start at the same rate."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.backend.scheduling.running import RunningSequences
-    from penstock.backend.scheduling.tenants import Tenants
-    from penstock.backend.scheduling.wait_queue import WaitQueue
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant_account import TenantAccount
+from penstock.backend.scheduling.running import RunningSequences
+from penstock.backend.scheduling.tenants import Tenants
+from penstock.backend.scheduling.wait_queue import WaitQueue
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 
 class Preemption:

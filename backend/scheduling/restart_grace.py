@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from penstock.backend.sequences.sequence import NEW
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.sequence import NEW, Sequence
 
 _LATER_LIMIT = 10
 _START_S = 0.5

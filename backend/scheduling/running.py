@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
-from penstock.backend.kv_cache.prefix_cache import NoPrefixCache, PrefixCache
-
-if TYPE_CHECKING:
-    from penstock.backend.kv_cache.kv_groups import KvGroups
-    from penstock.backend.kv_cache.page_pool import PagePool
-    from penstock.backend.kv_cache.prefix_cache import Awaited, Prefix
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import KvState, Sequence
+from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.prefix_cache import Awaited, NoPrefixCache, Prefix, PrefixCache
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import KvState, Sequence
 
 # How a page is copied. A sequence whose prompt agrees with a cached page only up to its middle gets a page of its own,
 # and the step copies the other page there before its rows run. Four things make that safe:

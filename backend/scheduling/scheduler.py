@@ -8,24 +8,19 @@ tokens to compute. Then it admits waiting sequences as slots, pages and the toke
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
+from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
+from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.scheduling.admission import Admission
+from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.outlook import Outlook
 from penstock.backend.scheduling.preemption import Preemption
 from penstock.backend.scheduling.running import RunningSequences
-from penstock.backend.scheduling.step_plan import Plan, share_out
+from penstock.backend.scheduling.step_plan import Chunk, Plan, share_out
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
-
-if TYPE_CHECKING:
-    from penstock.backend.kv_cache.host_offload import HostOffload
-    from penstock.backend.kv_cache.page_pool import PagePool
-    from penstock.backend.scheduling.drafting import Drafting
-    from penstock.backend.scheduling.step_plan import Chunk
-    from penstock.backend.sequences.sequence import Sequence
-
+from penstock.backend.sequences.sequence import Sequence
 
 _SHORT_STEP_PART = 4
 """A short step computes at most a quarter of the usual tokens of prompts."""

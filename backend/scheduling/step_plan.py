@@ -4,16 +4,14 @@ of rows cost little Python.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from penstock.backend.sequences.sequence import Sequence
 
-    from penstock.backend.sequences.sequence import Sequence
-
-    Chunk: TypeAlias = tuple[Sequence, int]
-    """A sequence with known tokens that are not computed, and how many of them the step computes."""
+Chunk: TypeAlias = tuple[Sequence, int]
+"""A sequence with known tokens that are not computed, and how many of them the step computes."""
 
 
 NO_SAMPLE = -2

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
 from penstock.backend.scheduling.tenants import DECODE_COST, PREFILL_COST
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.tenant_account import TenantAccount
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant_account import TenantAccount
-
-    Turn: TypeAlias = tuple[float, int, int, int]
-    """`Sequence.turn`: lower is sooner."""
+Turn: TypeAlias = tuple[float, int, int, int]
+"""`Sequence.turn`: lower is sooner."""
 
 
 class TenantLine:

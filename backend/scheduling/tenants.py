@@ -9,14 +9,10 @@ advantage over the others.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.tenant_account import TenantAccount
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.backend.sequences.sequence import Sequence
 
 PREFILL_COST, DECODE_COST = 1.0, 2.0
 """Cost of a prompt's token and of a generated one, as in the paper and in most price lists."""

@@ -6,19 +6,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from penstock.backend.scheduling.tenant_line import TenantLine, WaitingTenants, expected_cost
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from penstock.backend.kv_cache.prefix_cache import Awaited
-    from penstock.backend.scheduling.tenant_line import Turn
-    from penstock.backend.scheduling.tenants import Tenants
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.tenant_account import TenantAccount
+from penstock.backend.kv_cache.prefix_cache import Awaited
+from penstock.backend.scheduling.tenant_line import TenantLine, Turn, WaitingTenants, expected_cost
+from penstock.backend.scheduling.tenants import Tenants
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.tenant_account import TenantAccount
 
 _MAX_PASSED = 32
 _MAX_PASSED_OF_TENANT = 8

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
-
-if TYPE_CHECKING:
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.sequence import Sequence
 
 
 class WholeScheduler:

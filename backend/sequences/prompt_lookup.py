@@ -67,41 +67,54 @@ class PromptLookup:
 
 
 class Guesser:
-    """The guess of one sequence's next tokens, and how often its guesses come true.
+    """The guess of one sequence's next tokens, and how often its guesses come true: those from its text, and those of
+    its grammar.
 
     A guess is followed as long as it is right. It is judged whether or not it was drafted, so that a sequence whose
     guesses were wrong is drafted again when they become right.
     """
 
-    __slots__ = ("_first", "_lookup", "_num_right", "_rates", "_source")
+    __slots__ = ("_first", "_forced", "_lookup", "_num_right", "_rates", "_source")
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: the most that the sequence will have."""
         self._lookup = PromptLookup(num_tokens)
         self._source = 0
-        """Index in the text from which the guess is taken; 0 if there is no guess."""
+        """Index in the text from which the guess is taken; 0 if it is not from there."""
+        self._forced: list[int] = []
+        """The guess, if it is the grammar's."""
         self._first = 0
         """Index of the guess's first token."""
         self._num_right = 0
         """First tokens of the guess that came true."""
-        self._rates = [0.5, 0.5]
-        """How often the first token of a guess comes true, and how often one that follows a right one."""
+        self._rates = [0.5, 0.5], [0.9, 0.9]
+        """How often the first token of a guess comes true, and how often one that follows a right one; of the text's
+        guesses and of the grammar's."""
 
-    def guess(self, tokens: array[int]) -> list[int]:
-        """MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow."""
-        is_right = self._source > 0
+    def guess(self, tokens: array[int], forced: list[int]) -> list[int]:
+        """Up to MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow.
+
+        forced: what the sequence's grammar seems to force next. It goes before a new guess from the text.
+        """
+        is_right, guessed = self._source > 0 or bool(self._forced), self._forced or tokens
         while is_right and self._first + self._num_right < len(tokens):
-            is_right = tokens[self._source + self._num_right] == tokens[self._first + self._num_right]
-            follows = self._num_right > 0
-            self._rates[follows] += _WEIGHT * (is_right - self._rates[follows])
+            if (index := self._source + self._num_right) == len(guessed):
+                is_right = False
+                break
+            is_right = guessed[index] == tokens[self._first + self._num_right]
+            rates, follows = self._rates[bool(self._forced)], self._num_right > 0
+            rates[follows] += _WEIGHT * (is_right - rates[follows])
             self._num_right += is_right
-        if not is_right:
-            self._source, self._first, self._num_right = self._lookup.find(tokens), len(tokens), 0
+        if not is_right or self._num_right == len(self._forced) > 0:
+            self._forced, self._first, self._num_right = forced, len(tokens), 0
+            self._source = 0 if forced else self._lookup.find(tokens)
+        if self._forced:
+            return self._forced[self._num_right :][:MAX_GUESSED]
         return _continue_from(tokens, self._source + self._num_right) if self._source else []
 
     def chances(self, num_tokens: int) -> list[float]:
         """The probability of each of the guess's next num_tokens tokens, together with those before it."""
-        first, following = self._rates
+        first, following = self._rates[bool(self._forced)]
         chance, chances = 1.0, []
         for rate in chain([following if self._num_right else first], repeat(following, num_tokens - 1)):
             chance *= rate

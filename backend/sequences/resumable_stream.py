@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.shm.messages import Finish
-
-if TYPE_CHECKING:
-    from penstock.shm.messages import EventLogprobs, Failure, Started, StreamName
+from penstock.shm.messages import EventLogprobs, Failure, Finish, Started, StreamName
 
 _CHOICE_BYTES = 512
 _ENTRY_BYTES = 256

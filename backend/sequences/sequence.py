@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
 
-from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE
-from penstock.backend.sequences.subscribers import Subscribers
+from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE, SamplingParams
+from penstock.backend.sequences.prompt_lookup import Guesser
+from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.sequences.tenant_account import NOBODY, Group
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import SamplingParams
-    from penstock.backend.sequences.prompt_lookup import Guesser
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.backend.structured_output.constraints import SequenceConstraints
-    from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.messages import EventLogprobs, Pooled
+from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.shm.buffers.buffer_export import Loan
+from penstock.shm.messages import EventLogprobs, Pooled
 
 
 class KvState:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    from penstock.backend.sequences.resumable_stream import ResumableChoice
-    from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Generate, Pooled, PromptHeader
+from penstock.backend.sequences.resumable_stream import ResumableChoice
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import Generate, Pooled, PromptHeader
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -14,9 +15,6 @@ from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_ADAPTERS, Adapter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 NAME_FORM = "a name is 1 to 128 letters, digits and ._:/@+-, and begins with a letter or a digit"

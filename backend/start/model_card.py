@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -15,16 +17,11 @@ from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES, FilesHash
 from penstock.backend.checkpoint.formats.quant_method import declared_method, with_own_file
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassSpec
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.sampling.defaults import SAMPLING_SETTING, read_default_sampling
 from penstock.shm.messages import MAX_CARD_BYTES, Adapter, ModelCard, PooledKind, PooledWidth, Sampling, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.kv_cache.budget.kv_plan import KvPlan
-    from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 
 logger = logging.getLogger("penstock.backend")
 

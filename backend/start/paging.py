@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import FrameType
 
+from penstock.backend.engine.interfaces import ISequenceScheduler
+from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
 from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
+from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
+from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import FrameType
-
-    from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.loop import Engine
-    from penstock.backend.engine.steps.step_timing import StepTiming
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
-    from penstock.backend.kv_cache.budget.kv_plan import KvPlan
-    from penstock.backend.options import BackendOptions
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard
 
 
 def create_kv_events(

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, get_args
+from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PooledRows, SamplingParams, SlotInit, StepBatch
+from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec, PooledRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.forward_pass.extensions import read_host_logits
 from penstock.shm.messages import PooledKind
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
 
 _PER_TOKEN = frozenset(["token_embed", "token_classify"])
 logger = logging.getLogger("penstock.backend")

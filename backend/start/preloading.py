@@ -6,14 +6,11 @@ import ctypes
 import importlib.util
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.process.garbage_collection import pause_collection
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def prepare_imports(arguments: Sequence[str]) -> None:

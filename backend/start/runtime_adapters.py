@@ -6,30 +6,25 @@ import contextlib
 import fcntl
 import logging
 import os
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 
 from penstock.backend.checkpoint.files.json_file import shorten
-from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable, Loaded
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable, IPassThread, Loaded
+from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.forward_pass.extensions import ILoadsAdapters
+from penstock.backend.options import BackendOptions
 from penstock.backend.start.lora_modules import NAME, NAME_FORM, NamedAdapter, announce
 from penstock.backend.start.startup import named_adapters
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.requests.adapters import IPassThread
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.backend.options import BackendOptions
-    from penstock.shm.messages import Adapter, ModelCard
+from penstock.shm.messages import Adapter, ModelCard
 
 logger = logging.getLogger("penstock.backend")
 

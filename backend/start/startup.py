@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.errors import NoRoomBeside, StartupError
-from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.forward_pass.extensions import IFindsSharedWeights
 from penstock.backend.kv_cache.budget.kv_plan import (
     CPU_BUDGET_BYTES,
@@ -19,23 +19,16 @@ from penstock.backend.kv_cache.budget.kv_plan import (
     host_budget,
     plan_kv,
 )
-from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan, plan_whole
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.model_names import DEMO_MODEL
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
-from penstock.backend.start.lora_modules import read_adapters
+from penstock.backend.start.lora_modules import NamedAdapter, read_adapters
 from penstock.backend.start.pass_checks import check_adapters, check_groups
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
-    from penstock.backend.options import BackendOptions
-    from penstock.backend.start.lora_modules import NamedAdapter
 
 logger = logging.getLogger("penstock.backend")
 

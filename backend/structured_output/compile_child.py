@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from llguidance import LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import compile_or_relax, load_tokenizer
 from penstock.backend.structured_output.compile_messages import (
@@ -28,9 +29,6 @@ from penstock.backend.structured_output.grammar_costs import BadGrammar, error_o
 from penstock.process.children import stop_with_parent
 from penstock.shm.messages import Grammar
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
 _STACK_BYTES = 8 << 20
 _libc = ctypes.CDLL(None)
 
@@ -38,17 +36,9 @@ _libc = ctypes.CDLL(None)
 class _MallocInfo(ctypes.Structure):
     """glibc's struct mallinfo2. Other C libraries have none."""
 
-    _fields_ = (
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()  # noqa: SIM905
     )
 
 

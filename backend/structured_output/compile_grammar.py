@@ -8,7 +8,8 @@ grammar. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -16,11 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.backend.structured_output.grammar_costs import BadGrammar, Growth, Pace, error_of, one_line
 from penstock.backend.structured_output.lark_source import lark_of, relaxed
 from penstock.process.native_libraries import LibraryError, guarded
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.shm.messages import Grammar
+from penstock.shm.messages import Grammar
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -45,6 +42,8 @@ class CompiledGrammar:
     num_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
     growth: Growth = field(default_factory=Growth)
+    tokenizer: LLTokenizer | None = None
+    """The model's, to guess the text that the grammar forces; None for no guesses."""
 
 
 def load_tokenizer(tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:

@@ -12,7 +12,10 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
+
+from llguidance import LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import CompiledGrammar, compile_grammar, load_tokenizer
 from penstock.backend.structured_output.compiler_process import (
@@ -22,11 +25,6 @@ from penstock.backend.structured_output.compiler_process import (
     TokenizerUnusable,
 )
 from penstock.shm.messages import Grammar
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from llguidance import LLTokenizer
 
 logger = logging.getLogger("penstock.backend")
 
@@ -172,7 +170,7 @@ class CompilePool:
                 continue
             tokenizer = self._load_tokenizer()
             matcher = compile_grammar(tokenizer, Grammar("lark", report.relaxed) if report.relaxed else grammar)
-            compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes)
+            compiled = CompiledGrammar(matcher, tokenizer.eos_token, report.num_bytes, tokenizer=tokenizer)
             compiled.matcher.compute_bitmask()  # fills the lexer's cache, which all copies share
             began_ns = time.thread_time_ns()
             compiled.matcher.compute_bitmask()

@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -21,11 +22,7 @@ from penstock.backend.structured_output.compile_messages import (
 )
 from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.process.supervisor import describe_end, module_argv
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.shm.messages import Grammar
+from penstock.shm.messages import Grammar
 
 _START_TIMEOUT_S = 120.0
 """Time to import llguidance and read the tokenizer. A large tokenizer takes 2 s on an idle machine."""

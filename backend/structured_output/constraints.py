@@ -6,6 +6,7 @@ the next one. `rewind` undoes tokens that were dropped after they were sampled, 
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections import deque
@@ -28,7 +29,7 @@ from penstock.process.native_libraries import reason_of_panic
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
     from numpy.typing import NDArray
 
     from penstock.backend.structured_output.compile_grammar import CompiledGrammar
@@ -58,6 +59,39 @@ def set_bit(bits: TokenBits, token_id: int) -> None:
 
 def clear_bit(bits: TokenBits, token_id: int) -> None:
     bits[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+
+
+_MAX_FORCED_BYTES = 64
+_MAX_GUESS_NS = 2_000_000
+"""A sequence whose guess takes more CPU time gets no more: the step's other rows wait for it."""
+_NUM_LOOKED_AT = 64
+"""Last tokens of an answer that show its spaces."""
+_AFTER_COMMA, _AFTER_COLON = re.compile(rb'[{,](\s*)"'), re.compile(rb'":(\s*)')
+
+
+def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, past_tokens: list[int]) -> list[int]:
+    """Guess the tokens after the past ones: the text that the grammar forces, with spaces as in the past text."""
+    past = tokenizer.decode_bytes(past_tokens[-_NUM_LOOKED_AT:])
+    comma, colon = ((shape.findall(past) or [b" "])[-1] for shape in (_AFTER_COMMA, _AFTER_COLON))
+    after_comma, after_colon = (comma + b'"', comma), (colon + b'"', colon)
+    closed = [b":" + part for part in after_colon] + [b"," + part for part in after_comma]
+    separators = {b'"': closed, b",": after_comma, b":": after_colon}
+    walker, text, last = matcher.deep_copy(), b"", past[-1:]
+    free_text = tokenizer.tokenize_bytes(b"~")
+
+    def takes(part: bytes) -> bool:
+        tokens = tokenizer.tokenize_bytes(part)
+        return walker.validate_tokens(tokens) == len(tokens) and walker.consume_tokens(tokens)
+
+    while len(text) < _MAX_FORCED_BYTES:
+        part = walker.compute_ff_bytes()
+        if part:
+            if not takes(part):
+                break
+        elif walker.validate_tokens(free_text) or not (part := next(filter(takes, separators.get(last, ())), b"")):
+            break
+        text, last = text + part, part[-1:]
+    return tokenizer.tokenize_bytes(text.rstrip())  # a last space may be a part of what follows
 
 
 class ConstraintFailed(Exception):
@@ -91,6 +125,7 @@ class SequenceConstraints:
         self.late: LateMask | None = None
         """The mask that `LateMasks` fills for this sequence, or has filled. It owns these constraints until then."""
         self._matcher = grammar.matcher if grammar is not None else None
+        self._tokenizer = grammar.tokenizer if grammar is not None else None
         self._matcher_end = grammar.end_token_id if grammar is not None else -1
         self._pace = grammar.pace if grammar is not None else Pace()
         self._growth = StreamGrowth(grammar.growth if grammar is not None else Growth(), tenant)
@@ -101,6 +136,10 @@ class SequenceConstraints:
         # A client may name stop ids beyond the vocabulary: they are never sampled.
         self._grammar_ends = tuple(end for end in requested.grammar_ends if end < vocab_size)
         self._all_but_stops = ~bits_of((stop_id for stop_id in stop_ids if stop_id < vocab_size), vocab_size)
+        self.wants_guess = False
+        """Set by the main thread: `guess` is due after the next tokens."""
+        self.guess: tuple[int, list[int]] = 0, []
+        """Number of generated tokens, and a guess of those that follow. Any thread may read it."""
         self._tokens: list[int] = []
         self._grammar_start = 0 if not requested.grammar_after else None
         """Number of generated tokens at which the grammar began; None until it begins."""
@@ -152,6 +191,22 @@ class SequenceConstraints:
             self._pace.note(clock() - began_ns)
             if reason is not None:
                 self._failure = self._note_failure(reason)
+
+    def make_guess(self) -> None:
+        """Renew `guess`, if it is wanted."""
+        if not self.wants_guess or self._matcher is None or self._tokenizer is None or self._failure:
+            return
+        self.wants_guess = False
+        if self._grammar_start is None or not self._tokens or self._pace.is_slow:
+            return
+        began_ns = time.thread_time_ns()
+        try:
+            self.guess = len(self._tokens), forced_tokens(self._matcher, self._tokenizer, self._tokens)
+        except BaseException as error:
+            if reason_of_panic(error) is None:
+                raise
+        if time.thread_time_ns() - began_ns > _MAX_GUESS_NS:
+            self._tokenizer = None
 
     def fork(self) -> SequenceConstraints | None:
         """A copy to advance by drafts, for as long as a step; None if the grammar's library cannot copy it.

@@ -7,15 +7,13 @@ bound an expression over digits, and what contains them a rule of Lark. All othe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.backend.structured_output.grammar_costs import BadGrammar, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LAST_EXACT = (1 << 53) - 1
 _INT64 = range(-(1 << 63) + 1, 1 << 63)

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.compile_pool import CompilerFailed
-from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemory, GrammarMemoryFull
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
+from penstock.backend.structured_output.compile_pool import CompilerFailed, ICompilePool
+from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemory, GrammarMemoryFull, Growth
 from penstock.process.admission import is_over_share
 from penstock.process.native_libraries import LibraryError, guarded
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
-    from penstock.backend.structured_output.compile_pool import ICompilePool
-    from penstock.backend.structured_output.grammar_costs import Growth
-    from penstock.shm.messages import Grammar
+from penstock.shm.messages import Grammar
 
 logger = logging.getLogger("penstock.backend")
 

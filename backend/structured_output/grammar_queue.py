@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed
-from penstock.backend.structured_output.grammar_cache import MAX_PENDING, TooManyGrammars
+from penstock.backend.structured_output.grammar_cache import MAX_PENDING, GrammarCache, TooManyGrammars
 from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemoryFull
 from penstock.process.admission import DrainRate, is_over_share
-from penstock.shm.messages import Failure, FailureCode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
-
-    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
-    from penstock.backend.structured_output.grammar_cache import GrammarCache
-    from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Generate, Grammar
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import Failure, FailureCode, Generate, Grammar
 
 _DRAIN_S = 1.0
 """After this much of a drain, requests that still wait for their grammar are refused."""

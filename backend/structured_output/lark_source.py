@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from llguidance import LLMatcher
@@ -17,9 +18,6 @@ from llguidance import LLMatcher
 from penstock.backend.structured_output.exact_integers import ExactIntegers
 from penstock.backend.structured_output.grammar_costs import BadGrammar, one_line
 from penstock.shm.messages import Grammar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
 """Otherwise llguidance tokenizes forced text, in which the spelling of a special token becomes that token."""

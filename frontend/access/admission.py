@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 from penstock.frontend.access.api_keys import ApiKey, Keyring
 from penstock.frontend.access.cors import Cors
 from penstock.frontend.access.hosts import AllowedHosts
 from penstock.frontend.access.rate_limits import RateLimiter
 from penstock.frontend.access.usage_table import UsageTable
+from penstock.frontend.settings import EngineView, TenantBy
 from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.incomplete import network_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.frontend.settings import EngineView, TenantBy
-    from penstock.frontend.transport.exchange import Exchange
 
 _PAYER_BYTES = 16
 

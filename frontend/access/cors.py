@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from penstock.frontend.transport.asgi import Headers
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _MAX_AGE_S = 600
 _REQUESTED_HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")

@@ -12,20 +12,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS
+from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS, ApiKey
 from penstock.frontend.access.usage_table import MAX_ROWS, WINDOW_S, UsageRow, UsageTable
+from penstock.frontend.transport.asgi import Headers
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
+from penstock.frontend.transport.exchange import PlannedUse
 from penstock.process.admission import DrainRate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.frontend.access.api_keys import ApiKey
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import PlannedUse
 
 _LIVE_STEP_TOKENS = 256
 """A claim that is used up grows by this much, so that generated tokens rarely write the table."""

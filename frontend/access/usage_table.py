@@ -6,15 +6,13 @@ used.
 
 from __future__ import annotations
 
+import mmap
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from penstock.frontend.access.api_keys import MAX_LIMITED_KEYS
 from penstock.shm.memory.worker_table import WorkerTable
-
-if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Iterable, Iterator
 
 WINDOW_S = 60
 _ROW_WORDS = 16

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.prompts import encode_prompts, fill_in_model, render_chat, truncated
-from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
+from penstock.frontend.formats.base import Format, Identity, StreamUsageOptions, Usage
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
-from penstock.frontend.generation.choices.answers import answer_stream, answer_whole
+from penstock.frontend.generation.choices.answers import Settle, answer_stream, answer_whole
 from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
 from penstock.frontend.generation.models.capacity import check_capacity
 from penstock.frontend.generation.models.model_table import answering_name, check_model
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.submission.limits import limited_by_context
 from penstock.frontend.generation.submission.sampling import is_deterministic
 from penstock.frontend.generation.submission.submit import PreparedRequest, submit
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
+from penstock.frontend.transport.exchange import Exchange
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.frontend.formats.base import Format
-    from penstock.frontend.generation.choices.answers import Settle
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.schemas.completion import CompletionBody
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.frontend.transport.exchange import Exchange
-
-    MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
+MakeFormat = Callable[[Identity, Usage, StreamUsageOptions], Format]
 
 _TOOLS_HEADER = b"x-penstock-tools"
 _REQUEST_HEADER = b"x-penstock-request"

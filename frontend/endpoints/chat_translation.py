@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.schemas.chat import ChatMessage
 from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import ApiError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _OWN = ("response_format", "metadata", "suffix")
 _SHARED = tuple(field.name for field in msgspec.structs.fields(GenerationBody) if field.name not in _OWN)

@@ -7,31 +7,29 @@ import codecs
 import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from msgspec import Struct
+from msgspec.json import Decoder
 
+from penstock.frontend.access.admission import Admission
 from penstock.frontend.generation.failures import expired
 from penstock.frontend.generation.lingering import kept_or_anew, read_linger
+from penstock.frontend.generation.models.model_table import ServedModels, Task
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
+from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.generation.request_policy import read_request_policy
-from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, check_structure
+from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, check_structure, decode_body
 from penstock.frontend.schemas.generation import SchedulingBody
 from penstock.frontend.schemas.ignored_fields import IGNORED_HEADER, IgnoredFields
+from penstock.frontend.settings import WorkerLimits
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
+from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.frontend.transport.sse import EventStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from penstock.frontend.access.admission import Admission
-    from penstock.frontend.generation.models.model_table import ServedModels, Task
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.generation.models.waking import WakingModel
-    from penstock.frontend.settings import WorkerLimits
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
-    from penstock.process.admission import TenantPlaces
+from penstock.process.admission import TenantPlaces
 
 Body = TypeVar("Body", bound=Struct)
 Params = ParamSpec("Params")
@@ -117,15 +115,16 @@ class EndpointContext:
         await check_structure(data)
         return decode(data)
 
-    async def read_ahead(self, exchange: Exchange) -> bytes:
-        """Read the body for a look at it; the endpoint that answers then receives it as usual. Raises ApiError,
+    async def read_ahead(self, exchange: Exchange, decoder: Decoder[Body]) -> Body:
+        """Decode the fields that choose an endpoint, which then receives the body as usual. Raises ApiError,
         ClientGoneError."""
         self._check_capacity(exchange)
         _check_content_type(exchange)
         data = await self._read_body(exchange)
         await check_structure(data)
         exchange.unread_body = data
-        return data
+        async with exchange.cancelled_on_disconnect():
+            return await run_sized(len(data), decode_body, decoder, data)
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.endpoints import chat_completions, label_scores, text_completions
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling import openai_embeddings, rerank, vllm_scores
+from penstock.frontend.endpoints.routes import Handler
 from penstock.frontend.generation.models.model_table import can_do
-from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.routes import Handler
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 class _Fields(msgspec.Struct):
@@ -36,9 +32,7 @@ _fields = msgspec.json.Decoder(_Fields)
 
 async def invoke(exchange: Exchange, context: EndpointContext) -> None:
     """POST /invocations. Raises ApiError, ClientGoneError."""
-    data = await context.read_ahead(exchange)
-    async with exchange.cancelled_on_disconnect():
-        fields = await run_sized(len(data), decode_body, _fields, data)
+    fields = await context.read_ahead(exchange, _fields)
     await _handler(fields, context)(exchange, context)
 
 

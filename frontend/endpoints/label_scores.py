@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
 from penstock.frontend.endpoints.chat_translation import renamed
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling import vllm_scores
 from penstock.frontend.endpoints.prompts import encode_prompts
-from penstock.frontend.formats.base import WholeFormat, encode
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, WholeFormat, encode
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
+from penstock.frontend.generation.models.model_table import Task
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.submit import PreparedRequest
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.pooling.sglang import LabelScoreBody, decode_label_score, is_label_score
 from penstock.frontend.schemas.pooling.vllm import ScoreBody, decode_score
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.generation.models.model_table import Task
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 class LabelScoresFormat(WholeFormat):

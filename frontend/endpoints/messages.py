@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import instructed, renamed, shared_fields
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.prompts import render_chat
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.messages import MessagesFormat
 from penstock.frontend.schemas.chat import (
     ChatBody,
@@ -21,20 +23,21 @@ from penstock.frontend.schemas.chat import (
     MessageToolCall,
     NamedFunction,
     NamedTool,
+    Role,
     check_chat,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.messages import MessagesBody, decode_count_tokens, decode_messages
+from penstock.frontend.schemas.messages import (
+    AnthropicTool,
+    ContentBlock,
+    CountTokensBody,
+    MessagesBody,
+    ResultBlock,
+    decode_count_tokens,
+    decode_messages,
+)
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.schemas.chat import Role
-    from penstock.frontend.schemas.messages import AnthropicTool, ContentBlock, CountTokensBody, ResultBlock
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _RENAMED = (
     (re.compile(r"^max_completion_tokens$"), "max_tokens"),

@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.parsing.syntax.fill_in import FillInTokens
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.text.chat_template import TemplateRefusedError, TooMuchWorkError
 from penstock.frontend.text.render_budget import INLINE
+from penstock.frontend.text.spellings import MarkedText
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
-
-if TYPE_CHECKING:
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.parsing.syntax.fill_in import FillInTokens
-    from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.schemas.completion import CompletionBody
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.frontend.text.spellings import MarkedText
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard
 
 PIECE_TOKENS = 1 << 16
 """Token ids that one call of C code may handle: it holds the interpreter's lock throughout. Longer lists are split."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from msgspec import Struct
+
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.frontend.transport.exchange import Exchange
 
-if TYPE_CHECKING:
-    from msgspec import Struct
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
-
-    Handler = Callable[[Exchange, EndpointContext], Awaitable[None]]
+Handler = Callable[[Exchange, EndpointContext], Awaitable[None]]
 
 Methods = dict[str, "Route"]
 

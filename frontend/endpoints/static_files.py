@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from importlib.resources.abc import Traversable
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs.endpoint_docs import CSS, HTML, SCRIPT
-from penstock.frontend.endpoints.routes import get
+from penstock.frontend.endpoints.routes import EndpointDoc, Methods, get
+from penstock.frontend.transport.asgi import Headers
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from importlib.resources.abc import Traversable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.routes import EndpointDoc, Methods
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 # A model's text is shown as HTML, and only the sanitizer may make HTML from text (Trusted Types, W3C).
 _POLICY = (

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_completion
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.formats.completion import CompletionFormat
 from penstock.frontend.schemas.decoding import decode_completion
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _STYLE = AnswerStyle("cmpl-", CompletionFormat)
 

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.pooling import tei_tokens
 from penstock.frontend.endpoints.prompts import PIECE_TOKENS, check_length, check_token_ids, render_chat, render_text
+from penstock.frontend.generation.models.model_table import Task
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.decoding import decode_chat
 from penstock.frontend.schemas.pooling.tei import TeiTokenizeBody, decode_tei_tokenize, is_tei_tokenize
-from penstock.frontend.schemas.utilities import decode_detokenize, decode_tokenize
+from penstock.frontend.schemas.utilities import TokenizeBody, decode_detokenize, decode_tokenize
 from penstock.frontend.text.chat_template import special_tokens_of
 from penstock.frontend.transport.errors import TEI_FORMAT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.model_table import Task
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.schemas.utilities import TokenizeBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _PRIVATE = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file")
 """Paths on the machine where the tokenizer was saved."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.parsing.blocks import ChoiceOutput
+from penstock.frontend.parsing.deltas import Delta
+from penstock.frontend.transport.errors import ApiError
 
 encode = msgspec.json.Encoder().encode
 
@@ -63,7 +61,6 @@ class Format(Protocol):
 
         prompt_token_ids is empty unless the request asks for token ids.
         """
-        ...
 
     def delta(self, index: int, delta: Delta) -> bytes: ...
 
@@ -75,15 +72,12 @@ class Format(Protocol):
 
     def end(self) -> bytes:
         """End the stream, after all choices are closed."""
-        ...
 
     def failure(self, error: ApiError) -> bytes:
         """End the stream with an error. The HTTP status is already sent and cannot report it."""
-        ...
 
     def whole(self, outputs: list[ChoiceOutput]) -> bytes:
         """Return the body of an answer that is not streamed."""
-        ...
 
 
 class NotStreamed(Exception):

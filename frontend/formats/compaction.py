@@ -3,16 +3,11 @@ input."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from penstock.frontend.formats.base import WholeFormat, encode
+from penstock.frontend.formats.base import Identity, Usage, WholeFormat, encode
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.schemas.responses import SUMMARY_MARK
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.blocks import ChoiceOutput
 
 REQUEST = (
     "Summarize this conversation so that somebody who has not read it can continue it: what was asked, what was found "

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, encode
 from penstock.frontend.formats.logprobs import legacy_logprobs, prompt_logprobs
 from penstock.frontend.formats.openai_chunks import OpenAIChunks, error_event, object_fields, usage_fields
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.transport.errors import ApiError
 
 
 class CompletionFormat:

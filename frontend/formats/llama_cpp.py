@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.frontend.formats.base import Format, encode
-from penstock.frontend.parsing.deltas import Delta
-from penstock.frontend.transport.errors import llama_cpp_error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import ScoredToken
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.formats.base import Format, Identity, Usage, encode
+from penstock.frontend.parsing.blocks import ChoiceOutput
+from penstock.frontend.parsing.deltas import Delta, ScoredToken
+from penstock.frontend.transport.errors import ApiError, llama_cpp_error
 
 _MIN_LOGPROB = -9999.0
 

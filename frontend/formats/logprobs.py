@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Raw
 
 from penstock.frontend.formats.base import encode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.parsing.deltas import ScoredToken
+from penstock.frontend.parsing.deltas import ScoredToken
 
 _MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot express."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from penstock.frontend.formats.base import Format, call_arguments, encode
-from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
-from penstock.frontend.transport.errors import anthropic_error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta, ScoredToken
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.formats.base import Format, Identity, Usage, call_arguments, encode
+from penstock.frontend.parsing.blocks import BlockKind, ChoiceOutput, OutputBlock, OutputBlocks
+from penstock.frontend.parsing.deltas import Delta, ScoredToken
+from penstock.frontend.transport.errors import ApiError, anthropic_error
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {

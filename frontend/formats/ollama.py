@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.frontend.formats.base import Format, call_arguments, encode
+from penstock.frontend.formats.base import Format, Usage, call_arguments, encode
 from penstock.frontend.formats.logprobs import chat_entries
-from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.formats.base import Usage
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta, ScoredToken
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.parsing.blocks import BlockKind, ChoiceOutput, OutputBlock, OutputBlocks
+from penstock.frontend.parsing.deltas import Delta, ScoredToken
+from penstock.frontend.transport.errors import ApiError
 
 _NS_PER_MS = 1_000_000
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.frontend.formats.base import encode
-from penstock.frontend.transport.errors import error_body
-
-if TYPE_CHECKING:
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage, encode
+from penstock.frontend.transport.errors import ApiError, error_body
 
 DONE = b"data: [DONE]\n\n"
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from penstock.frontend.formats.base import Format, encode
+from penstock.frontend.formats.base import Format, Identity, Usage, encode
 from penstock.frontend.formats.logprobs import chat_entries
-from penstock.frontend.parsing.blocks import BlockKind, OutputBlock, OutputBlocks
-from penstock.frontend.parsing.deltas import repeatable_call_id
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from penstock.frontend.formats.base import Identity, Usage
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.parsing.deltas import Delta, ScoredToken
-    from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.parsing.blocks import BlockKind, ChoiceOutput, OutputBlock, OutputBlocks
+from penstock.frontend.parsing.deltas import Delta, ScoredToken, repeatable_call_id
+from penstock.frontend.transport.errors import ApiError
 
 
 class _CustomInput(msgspec.Struct):

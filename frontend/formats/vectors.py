@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import base64
 import sys
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from array import array
+from array import array
+from typing import Literal
 
 _PIECE_VALUES = 1 << 15
 """Values that one call writes: about 2 ms, during which the event loop waits."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
-from penstock.shm.client import TokenBatch
+from penstock.shm.client import PooledFailed, TokenBatch, TokenStream
 from penstock.shm.messages import FailureCode, Finish
-
-if TYPE_CHECKING:
-    from penstock.shm.client import PooledFailed, TokenStream
 
 _SCHEMA_RULE = re.compile(r"(answer|tool_(?P<tool>\d+)_\w+): ")
 _SHOWN_CHARACTERS = 200

@@ -6,24 +6,19 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
 from penstock.frontend.generation.questions import ask
+from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.transport.errors import invalid, shorten
-from penstock.frontend.transport.exchange import LingeringAnswer
-from penstock.shm.client import Linger, StreamName, StreamQuestion, clients_of
+from penstock.frontend.transport.exchange import Exchange, LingeringAnswer
+from penstock.shm.client import BackendClient, Linger, StreamName, StreamQuestion, clients_of
 from penstock.shm.messages import MAX_RECORD_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
 
 _HEADER = "X-Penstock-Linger"
 STREAM_HEADER = b"x-penstock-stream"

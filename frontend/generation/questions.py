@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.failures import backend_unavailable, overloaded, stream_failure
-from penstock.shm.client import BackendUnavailable, FailureCode, Finish, Overloaded
-
-if TYPE_CHECKING:
-    from penstock.shm.client import AnswerStream, BackendClient, Question
+from penstock.shm.client import (
+    AnswerStream,
+    BackendClient,
+    BackendUnavailable,
+    FailureCode,
+    Finish,
+    Overloaded,
+    Question,
+)
 
 _TIMEOUT_S = 5.0
 

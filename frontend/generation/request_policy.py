@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
-from penstock.frontend.schemas.generation import MAX_TIMEOUT_MS
+from penstock.frontend.schemas.generation import MAX_TIMEOUT_MS, SchedulingBody
 from penstock.frontend.transport.errors import invalid, shorten
-
-if TYPE_CHECKING:
-    from penstock.frontend.schemas.generation import SchedulingBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _CACHE_SALT_CONTEXT = b"cache_salt"
 _COALESCE_HEADER = "X-Penstock-Coalesce"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from penstock.frontend.parsing.deltas import Delta
 from penstock.frontend.parsing.drafts import ReasoningText
 from penstock.frontend.parsing.harmony import HARMONY, Harmony, read_messages
 from penstock.frontend.parsing.parsed_output import ParsedOutput
 from penstock.frontend.parsing.reader import Reader, Reading
 from penstock.frontend.parsing.reasoning import ReasoningFormat, read_reasoning
-
-if TYPE_CHECKING:
-    from penstock.frontend.parsing.deltas import Delta
-    from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat
+from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat
 
 _UNLIMITED_CALLS = 1 << 20
 

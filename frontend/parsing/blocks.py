@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from penstock.frontend.parsing.deltas import Delta, ScoredToken, ToolCallDelta
+from penstock.frontend.parsing.deltas import Delta, ScoredToken, ToolCallDelta
 
 
 class BlockKind(enum.Enum):

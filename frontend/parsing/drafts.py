@@ -6,13 +6,11 @@ complete and the answer ends with it; a draft that anything follows is reasoning
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.deltas import Delta
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.deltas import Delta
+from penstock.frontend.parsing.parsed_output import ParsedOutput
 
 
 class CallParser(Protocol):

@@ -7,16 +7,17 @@ the first <|start|> and its role. See https://github.com/openai/harmony/blob/mai
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.reader import Malformed
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
 from penstock.frontend.parsing.reasoning import ReasoningFormat
-from penstock.frontend.parsing.tool_formats.base import MessageLayout, ToolFormat, is_function_name, read_arguments
-
-if TYPE_CHECKING:
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import Functions
+from penstock.frontend.parsing.tool_formats.base import (
+    Functions,
+    MessageLayout,
+    ToolFormat,
+    is_function_name,
+    read_arguments,
+)
 
 CHANNEL = "<|channel|>"
 _START, _CONSTRAIN, _MESSAGE, _END, _CALL = "<|start|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"

@@ -7,14 +7,11 @@ NaN, and values as Python writes them.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import msgspec
 
 from penstock.frontend.parsing.reader import Malformed, Reader, Reading
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SPACES = re.compile(r"[ \t\r\n]+")
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}

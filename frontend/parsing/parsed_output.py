@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from penstock.frontend.parsing.deltas import Delta, ToolCallDelta
 from penstock.frontend.parsing.reader import SPACES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class ParsedOutput:

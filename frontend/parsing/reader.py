@@ -5,12 +5,9 @@ Parsers built on it do not see the pieces, so they parse any split of a text the
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from re import Pattern
+from collections.abc import Callable, Generator
+from re import Pattern
+from typing import TypeVar
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]

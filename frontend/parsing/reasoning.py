@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.frontend.parsing.drafts import ReasoningText
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
+from penstock.frontend.parsing.drafts import ReasoningText
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Reader, Reading
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
 
-from penstock.frontend.schemas.unknown_fields import find_unknown_fields
+from msgspec import Struct
+
+from penstock.frontend.schemas.unknown_fields import UnknownField, find_unknown_fields
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-
-if TYPE_CHECKING:
-    from msgspec import Struct
-
-    from penstock.frontend.schemas.unknown_fields import UnknownField
 
 logger = logging.getLogger("penstock.bodies")
 

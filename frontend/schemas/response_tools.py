@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from penstock.frontend.schemas.chat import FunctionName
 from penstock.frontend.schemas.generation import TypeName
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 MAX_TOOLS = 128
 CALLABLE = ("function", "custom")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Raw, Struct, inspect
 
 from penstock.frontend.schemas.decoding import asks_for_nothing, decode_without_gc
 from penstock.frontend.transport.errors import shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _MAX_FOUND = 16
 _PAUSE_EVERY = 1024

@@ -14,18 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard
+from penstock.shm.memory.board import RESPONSE_FIELDS, BackendBoard, Board, FrontendBoard, Histogram
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from penstock.shm.memory.board import Histogram
-
-    Counters = Mapping[str, int]
+Counters = Mapping[str, int]
 
 # (name, kind, help, the board's field)
 _VLLM_NUMBERS = (

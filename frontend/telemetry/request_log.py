@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from penstock.frontend.telemetry.trace_context import TraceContext
+from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.memory.board import FrontendBoard
 
-    from penstock.frontend.telemetry.trace_context import TraceContext
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.board import FrontendBoard
-
-    ReportSpans = Callable[["RequestLogEntry", float], str]
-    """Makes the spans of a request that ended at a monotonic time; returns the id of its trace."""
+ReportSpans = Callable[["RequestLogEntry", float], str]
+"""Makes the spans of a request that ended at a monotonic time; returns the id of its trace."""
 
 logger = logging.getLogger("penstock.request")
 
@@ -93,6 +91,7 @@ class RequestLogEntry:
             "cached_tokens": self.cached_tokens,
             "coalesced": self.coalesced,
             "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
             "max_tokens": self.max_tokens,
             "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
             "prompt_tps": None if ttft_s is None else _rate(self.prompt_tokens, ttft_s),

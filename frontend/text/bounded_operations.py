@@ -9,7 +9,8 @@ import functools
 import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 from jinja2.filters import do_format, do_indent, do_int, make_attrgetter
 from jinja2.runtime import Context
@@ -24,9 +25,6 @@ from penstock.frontend.text.render_budget import (
     Refused,
     RenderBudget,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 # Filters that the compiled template calls. No template can: a name has no space.
 SPEND, MADE, SLICED, ADDED, TEXT, JOINED = " spend", " made", " sliced", " added", " text", " joined"

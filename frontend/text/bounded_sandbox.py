@@ -6,11 +6,13 @@ to bound does not exist.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -35,10 +37,6 @@ from penstock.frontend.text.bounded_operations import (
     units_of,
 )
 from penstock.frontend.text.render_budget import MAX_BITS, Refused
-
-if TYPE_CHECKING:
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
 
 _Node = TypeVar("_Node", bound=nodes.Node)
 

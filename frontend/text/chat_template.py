@@ -10,27 +10,21 @@ import contextlib
 import datetime
 import json
 import secrets
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import jinja2
 
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, MessageToolCall
+from penstock.frontend.text.bounded_operations import BoundedContext
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
-from penstock.frontend.text.spellings import NO_SPELLINGS, unmarked
+from penstock.frontend.text.spellings import NO_SPELLINGS, MarkedText, Spellings, unmarked
 from penstock.frontend.text.template_traits import TemplateTraits, find_traits, one_call_each, said_by_user
 from penstock.frontend.transport.errors import ApiError, invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from penstock.frontend.schemas.chat import ChatTool, MessageToolCall
-    from penstock.frontend.text.bounded_operations import BoundedContext
-    from penstock.frontend.text.spellings import MarkedText, Spellings
-
 
 _MAX_TIME_FORMAT = 100
 _MAX_REASON = 1000

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_TAIL = 3

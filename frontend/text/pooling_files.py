@@ -6,12 +6,10 @@ They are prompts, labels, the activation of scores, and the text into which a de
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 Activation: TypeAlias = Literal["none", "sigmoid", "softmax"]
 

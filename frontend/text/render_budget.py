@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from typing import Any
 
 BYTES_PER_UNIT = 16
 _EXACT_CHARACTERS = 4096

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import secrets
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
 
 _FIRST_PRIVATE, _NUM_PRIVATE = 0xE000, 6400
 _ATTEMPTS = 8

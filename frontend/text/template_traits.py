@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.frontend.schemas.chat import (
     ChatBody,
@@ -14,9 +15,6 @@ from penstock.frontend.schemas.chat import (
     FunctionDefinition,
     MessageToolCall,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _FIRST, _SECOND = "wexalumina", "wozedarte"
 """Texts that no template writes by itself."""

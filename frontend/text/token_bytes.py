@@ -8,14 +8,11 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from penstock.process.native_libraries import GuardedTokenizer
+from penstock.process.native_libraries import GuardedTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_MARK = "\u2581"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
 from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
@@ -19,9 +20,6 @@ from penstock.frontend.text.token_bytes import BreakerSearch, TokenBytes
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.native_libraries import GuardedTokenizer, LibraryError
 from penstock.shm.messages import MAX_BREAKER_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 Result = TypeVar("Result")
 

@@ -6,8 +6,6 @@ with a known content are rendered; what the template writes behind them shows ho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
@@ -18,9 +16,7 @@ from penstock.frontend.schemas.chat import (
 )
 from penstock.frontend.text.chat_template import TemplateRefusedError
 from penstock.frontend.text.render_budget import INLINE
-
-if TYPE_CHECKING:
-    from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.frontend.text.tokenizer import ModelTokenizer
 
 _THOUGHT, _TEXT, _FIRST_CALL, _SECOND_CALL, _NEXT = "wikitorena", "welabrunto", "wosidenka", "wumarilok", "wadonefix"
 """Contents that no template writes by itself."""

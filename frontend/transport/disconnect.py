@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from penstock.frontend.transport.asgi import Receive
+from penstock.frontend.transport.asgi import Receive
 
 
 class ClientGoneError(Exception):

@@ -6,13 +6,11 @@ A message names the field, the value, the limit and what to do. The text of an e
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)

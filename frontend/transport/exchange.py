@@ -12,22 +12,16 @@ import logging
 import secrets
 import string
 import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from penstock.frontend.transport.asgi import ABORT_EXTENSION
+from penstock.frontend.telemetry.request_log import ReportSpans
+from penstock.frontend.transport.asgi import ABORT_EXTENSION, AsgiMessage, Headers, Receive, Scope, Send
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
-from penstock.frontend.transport.incomplete import client_network
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-
-    from penstock.frontend.telemetry.request_log import ReportSpans
-    from penstock.frontend.transport.asgi import AsgiMessage, Headers, Receive, Scope, Send
-    from penstock.frontend.transport.incomplete import IncompleteBodies
-    from penstock.shm.client import BackendClient
-
+from penstock.frontend.transport.incomplete import IncompleteBodies, client_network
+from penstock.shm.client import BackendClient
 
 logger = logging.getLogger("penstock.app")
 
@@ -90,25 +84,20 @@ class UsageClaim(Protocol):
 
     def share(self) -> None:
         """Add a holder: another exchange that continues the request and releases the claim too."""
-        ...
 
     def reserve(self, planned: PlannedUse) -> None:
         """Claim what the request will use. Raises ApiError."""
-        ...
 
     def grow_to(self, num_tokens: int) -> None:
         """Count tokens that are used beyond the reserved ones at once."""
-        ...
 
     def settle(self, num_tokens: int) -> None:
         """Replace the reserved tokens by those that were used."""
-        ...
 
     def release(self) -> None: ...
 
     def headers(self) -> Headers:
         """Return OpenAI's rate limit headers."""
-        ...
 
 
 class Exchange(Abortable):

@@ -7,11 +7,9 @@ client has completed its own long before.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
 Item = TypeVar("Item")
 
@@ -51,7 +49,6 @@ class Displaceable(Protocol):
 
     def displace(self) -> None:
         """Stop reading: another request needs the place."""
-        ...
 
 
 class Incomplete(Generic[Item]):

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import shutting_down
+from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.incomplete import IncompleteBodies
 from penstock.process.admission import DrainRate, TenantPlaces
-
-if TYPE_CHECKING:
-    from penstock.frontend.transport.exchange import Exchange
 
 _SWEEP_INTERVAL_S = 1.0
 _LAST_BODY_TIMEOUT_S = 5.0

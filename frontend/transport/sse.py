@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.asgi import Headers
+from penstock.frontend.transport.exchange import Exchange
 
 _RESTARTING = b": restarting\n\n"
 _HEADERS = (
@@ -88,4 +85,5 @@ class EventStream:
         await self._exchange.send(b"", more=False)
 
     async def _keep_alive(self) -> None:
-        await self._write(_RESTARTING if self._exchange.waits_for_backend() else self._form.keep_alive)
+        if self._exchange.idle_action is not None:  # otherwise the stream has ended since this was due
+            await self._write(_RESTARTING if self._exchange.waits_for_backend() else self._form.keep_alive)

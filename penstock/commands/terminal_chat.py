@@ -6,9 +6,10 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import httpx2
 from cyclopts import Parameter
@@ -16,9 +17,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from penstock.process.failure import fail
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from penstock.process.options import from_environment
 
 _COMMAND = "penstock chat"
 _CONNECT_TIMEOUT_S = 10.0
@@ -36,11 +35,11 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer."""
 class ChatOptions:
     """Where the server is, and what each request asks for."""
 
-    url: str = "http://127.0.0.1:8000/v1"
+    url: Annotated[str, from_environment("--url")] = "http://127.0.0.1:8000/v1"
     """The server's base URL, as OpenAI's clients take it. Without a path, /v1 is meant."""
     model: str | None = None
     """Default: the first model that the server lists."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, from_environment("--api-key")] = None
     """Key of the server."""
     system: str | None = None
     """System text."""

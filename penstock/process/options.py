@@ -139,19 +139,36 @@ def _read_config_file(app: App, commands: tuple[str, ...], arguments: ArgumentCo
         Dict(content, source=str(file), use_commands_as_keys=False)(app, commands, arguments)
 
 
+NO_ENVIRONMENT = ()
+"""The config of a command whose options no variable sets: --model and --json mean something else in each."""
+
+
 def unknown_variables(apps: Iterable[App]) -> list[str]:
-    """Return a line about each environment variable PENSTOCK_… that no option of these commands reads."""
+    """Return a line about each environment variable PENSTOCK_… that none of these commands reads."""
     given = {name for name in os.environ if name.startswith(ENV_PREFIX)} - _OTHER_VARIABLES
     if not given:
         return []
-    arguments = [argument for app in apps if app.default_command for argument in app.assemble_argument_collection()]
-    options = {name for argument in arguments for name in argument.names if name.startswith("--")}
-    known = {ENV_PREFIX + name.lstrip("-").upper().replace("-", "_") for name in options}
+    known: set[str] = set()
+    for app in apps:
+        for argument in app.assemble_argument_collection() if app.default_command else ():
+            own = argument.parameter.env_var
+            known.update((own,) if isinstance(own, str) else own or ())
+            if app.config != NO_ENVIRONMENT:
+                known.update(_variable(name) for name in argument.names if name.startswith("--"))
     lines = []
     for name in sorted(given - known):
         close = difflib.get_close_matches(name, known, n=1)
         lines.append(f"{name} in the environment is no option{f'; did you mean {close[0]}?' if close else ''}")
     return lines
+
+
+def _variable(option: str) -> str:
+    return ENV_PREFIX + option.lstrip("-").upper().replace("-", "_")
+
+
+def from_environment(option: str) -> Parameter:
+    """Of a command without the environment: the variable that has one meaning everywhere, such as PENSTOCK_URL."""
+    return Parameter(env_var=_variable(option))
 
 
 def make_app(name: str, help_text: str, explain: Callable[[CycloptsError], str | None] | None = None) -> App:

@@ -14,12 +14,9 @@ import errno
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MAX_LINKS = 40
 

@@ -7,10 +7,13 @@ import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.backend.errors import StartupError
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.frontend.main import without_secrets
 from penstock.process.heartbeat import Heartbeat
@@ -21,12 +24,6 @@ from penstock.shm.memory.fd_mailbox import FdMailbox
 from penstock.shm.memory.ring import RingReader, create_fd
 from penstock.shm.recording.file import RecordingWriter
 from penstock.shm.recording.live import read_last
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from penstock.backend.options import BackendOptions
 
 _SECONDS = 10.0
 MAX_FILES = 8

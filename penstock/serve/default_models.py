@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from penstock.backend.checkpoint.hub import fetch_small_files
 from penstock.backend.errors import StartupError
@@ -15,12 +15,7 @@ from penstock.backend.model_names import (
     DEMO_MODEL,
 )
 from penstock.backend.options import BackendOptions
-from penstock.serve.options import DEFAULT_EMBEDDING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.serve.options import ServeOptions
+from penstock.serve.options import DEFAULT_EMBEDDING, ServeOptions
 
 logger = logging.getLogger("penstock.serve")
 

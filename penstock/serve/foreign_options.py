@@ -5,15 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from cyclopts import UnknownCommandError, UnknownOptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cyclopts import ArgumentCollection, CycloptsError
+from cyclopts import ArgumentCollection, CycloptsError, UnknownCommandError, UnknownOptionError
 
 _ALWAYS = "this is always so and needs no option"
 _ONE_GPU = "a model is on one GPU as a whole; --gpu 0,1 runs a replica on each"

@@ -11,16 +11,19 @@ import logging
 import os
 import select
 import threading
-from typing import TYPE_CHECKING
 
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory
-from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.buffers.device_api import DeviceApi, DeviceError, DeviceRow
 from penstock.shm.buffers.host_memory import ExportedHostMemory
-from penstock.shm.messages import BufferContent, BufferGrant, BufferKind, BufferReturn
-
-if TYPE_CHECKING:
-    from penstock.shm.buffers.device_api import DeviceApi, DeviceRow
-    from penstock.shm.messages import BufferRef, BufferRequest, ContentSpec
+from penstock.shm.messages import (
+    BufferContent,
+    BufferGrant,
+    BufferKind,
+    BufferRef,
+    BufferRequest,
+    BufferReturn,
+    ContentSpec,
+)
 
 logger = logging.getLogger("penstock.buffers")
 

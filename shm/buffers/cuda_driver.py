@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.shm.buffers.cuda_blocks import BLOCK_SIGNATURES
 from penstock.shm.buffers.device_api import HANDLE_BYTES, UUID_BYTES, DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LIBRARY = "libcuda.so.1"
 _NOT_READY = 600

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
-from typing import TYPE_CHECKING
 
-from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.buffers.device_api import DeviceApi, DeviceError, DeviceRow
 from penstock.shm.memory import region
-
-if TYPE_CHECKING:
-    import mmap
-
-    from penstock.shm.buffers.device_api import DeviceApi, DeviceRow
 
 logger = logging.getLogger("penstock.buffers")
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import enum
+import mmap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.shm.buffers.cuda_ipc import ImportedDeviceMemory
+from penstock.shm.buffers.device_api import OpenDevice
 from penstock.shm.memory import region
-from penstock.shm.messages import MAX_CONTEXT_TOKENS, BufferContent, BufferKind, BufferRef, ContentSpec
-
-if TYPE_CHECKING:
-    import mmap
-
-    from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.messages import BufferGrant, BufferReturn
+from penstock.shm.messages import (
+    MAX_CONTEXT_TOKENS,
+    BufferContent,
+    BufferGrant,
+    BufferKind,
+    BufferRef,
+    BufferReturn,
+    ContentSpec,
+)
 
 
 class BuffersExhausted(Exception):

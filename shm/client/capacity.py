@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.process.admission import DrainRate, Outage, bounded_retry_after_s
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.shm.client.connection import BackendConnection
-    from penstock.shm.client.outbox import Outbox
-    from penstock.shm.client.queued_requests import QueuedRequests
-    from penstock.shm.client.streams.stream_table import OpenStreams
+from penstock.shm.client.connection import BackendConnection
+from penstock.shm.client.outbox import Outbox
+from penstock.shm.client.queued_requests import QueuedRequests
+from penstock.shm.client.streams.stream_table import OpenStreams
 
 HEARTBEAT_LIMIT_S = 2.0
 _FEW_PART = 8

@@ -9,36 +9,42 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
+from penstock.shm.buffers.device_api import OpenDevice
 from penstock.shm.buffers.shared_buffers import BufferGone, BufferSlice, SharedBuffer, SharedBuffers
 from penstock.shm.client.capacity import BackendUnavailable, Capacity
 from penstock.shm.client.connection import BackendConnection, ConnectionEvents, Membership
 from penstock.shm.client.counters import ClientCounters
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.queued_requests import QueuedRequests
-from penstock.shm.client.request import question_message
+from penstock.shm.client.request import GenerationRequest, Question, question_message
 from penstock.shm.client.resubmission import Resubmission
+from penstock.shm.client.session import Session
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
 from penstock.shm.client.streams.reader_turns import ReaderTurns
 from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
+from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.ledger import Ledger
-from penstock.shm.messages import BufferContent, BufferKind, BufferRequest, ContentSpec, FailureCode, Finish, ModelCard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.client.request import GenerationRequest, Question
-    from penstock.shm.client.session import Session
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import Adapter, AskQuote, Generate, Pool, QuoteTerms
+from penstock.shm.messages import (
+    Adapter,
+    BufferContent,
+    BufferKind,
+    BufferRequest,
+    ContentSpec,
+    FailureCode,
+    Finish,
+    ModelCard,
+    QuoteTerms,
+    Request,
+)
 
 _READY_POLL_S = 0.01
 _EXPIRY_GRACE_S = 0.1
@@ -183,9 +189,8 @@ class BackendClient:
     def balance(self) -> dict[str, int]:
         """Resources held now, by kind: sessions, streams, slots, unsent messages and credits."""
         session = self._connection.session
-        held = self.ledger.balance()
-        held["unsent"] = len(self._outbox)
-        held["credits_owed"] = 0 if session is None else session.credits_owed
+        credits_owed = 0 if session is None else session.credits_owed
+        held = self.ledger.balance() | {"unsent": len(self._outbox), "credits_owed": credits_owed}
         return {kind: count for kind, count in held.items() if count}
 
     def take_buffer(self) -> SharedBuffer:
@@ -293,7 +298,7 @@ class BackendClient:
         self,
         kind: Callable[..., StreamT],
         request: GenerationRequest | PooledRequest,
-        to_message: Callable[[int, int], Generate | Pool | AskQuote],
+        to_message: Callable[[int, int], Request],
         *,
         output: BufferSlice | None = None,
         may_hold: bool = True,
@@ -320,19 +325,15 @@ class BackendClient:
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            if isinstance(stream, PooledStream) and stream.group > 0:
-                self._send_soon()
-            else:
-                self._send()
+            (self._send_soon if isinstance(stream, PooledStream) and stream.group > 0 else self._send)()
         else:
             self._held.hold(stream)
         return stream
 
     def _wait_for_next_backend(self, stream: OpenStream) -> bool:
         """The backend refused the request because it ends. Keep it for the next one, if that is possible."""
-        if stream.loans or isinstance(stream, AnswerStream):
-            return False
-        if not (self._held.is_enabled or self._membership.has_others()):
+        can_wait = self._held.is_enabled or self._membership.has_others()
+        if stream.loans or isinstance(stream, AnswerStream) or not can_wait:
             return False
         stream.note_failure(None)
         if stream.admitted_ns:

@@ -6,24 +6,18 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.process.private_directory import UnsafeDirectory
-from penstock.shm.buffers.device_api import DeviceError
+from penstock.shm.buffers.device_api import DeviceError, OpenDevice
 from penstock.shm.client.session import Session
 from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.link.join import Refused
+from penstock.shm.memory.ledger import Ledger
 from penstock.shm.memory.region import RegionError
-from penstock.shm.messages import BufferKind, BufferRequest, WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import ModelCard, StepOutputs
+from penstock.shm.messages import BufferKind, BufferRequest, ModelCard, StepOutputs, WireError
 
 logger = logging.getLogger("penstock.client")
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from penstock.shm.client.session import Session
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.pooled import PooledStream
+from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.memory.arena import ArenaFull
 from penstock.shm.messages import (
     MAX_INLINE_PROMPT_TOKENS,
@@ -19,17 +24,9 @@ from penstock.shm.messages import (
     FailureCode,
     Finish,
     Keep,
+    Pool,
     PromptHeader,
 )
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Collection
-
-    from penstock.shm.client.session import Session
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.client.streams.stream_table import OpenStreams
-    from penstock.shm.messages import Pool
 
 PromptT = TypeVar("PromptT", bound=PromptHeader)
 _MAX_TIMEOUT_MS = 1 << 31

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from penstock.shm.client.capacity import Overloaded
-from penstock.shm.client.streams.pooled import PooledFailed
+from penstock.shm.client.client import BackendClient
+from penstock.shm.client.streams.pooled import PooledFailed, PooledRequest, PooledStream
 from penstock.shm.messages import FailureCode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.shm.client.client import BackendClient
-    from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
 
 
 async def pool_into(

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from penstock.process.admission import TenantPlaces
+from penstock.shm.client.outbox import Outbox
+from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.messages import FailureCode, Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from penstock.shm.client.outbox import Outbox
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.client.streams.stream_table import OpenStreams
 
 _POLL_S = 0.05
 

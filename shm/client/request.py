@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -32,9 +33,6 @@ from penstock.shm.messages import (
     decode_to_backend,
     encode,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PLACEHOLDER = bytes(4)
 _STRUCT_FIELDS: dict[str, type[Struct]] = {

@@ -8,18 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from penstock.shm.client.counters import ClientCounters
+from penstock.shm.client.outbox import Outbox
+from penstock.shm.client.queued_requests import QueuedRequests
+from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.client.streams.stream_table import OpenStreams
 from penstock.shm.messages import FailureCode, Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.shm.client.counters import ClientCounters
-    from penstock.shm.client.outbox import Outbox
-    from penstock.shm.client.queued_requests import QueuedRequests
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.client.streams.stream_table import OpenStreams
 
 logger = logging.getLogger("penstock.client")
 

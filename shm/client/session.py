@@ -6,35 +6,35 @@ import contextlib
 import os
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import msgspec
 
+from penstock.shm.buffers.device_api import OpenDevice
 from penstock.shm.buffers.shared_buffers import SharedBuffers
 from penstock.shm.link.frontend_link import FrontendLink
-from penstock.shm.link.join import join
+from penstock.shm.link.join import Invitation, join
 from penstock.shm.memory.arena import Arena
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
+from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_INLINE_PROMPT_TOKENS,
     ArenaRef,
+    AskQuote,
+    BufferRequest,
     BuffersClosed,
     Cancel,
     Credit,
+    Generate,
     Keep,
+    Pool,
     PoolBatch,
+    Request,
+    StepOutputs,
     encode,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from penstock.shm.buffers.device_api import OpenDevice
-    from penstock.shm.link.join import Invitation
-    from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import AskQuote, BufferRequest, Generate, Pool, Request, StepOutputs
 
 
 class Session:

@@ -7,20 +7,24 @@ import os
 import select
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import zmq
 
-from penstock.shm.buffers.buffer_export import LoanError
+from penstock.shm.buffers.buffer_export import BufferExporter, LoanError
+from penstock.shm.link.connected_frontend import ConnectedFrontend
 from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Question, Submission
 from penstock.shm.link.frontend_table import FrontendTable, LinkCounters
 from penstock.shm.link.rendezvous import Rendezvous
 from penstock.shm.link.zmq_sockets import HANDSHAKE_TIMEOUT_S, MAX_REQUESTS_IN_FLIGHT, new_socket, receive
 from penstock.shm.memory.arena import DescriptorError
+from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
     MAX_TO_BACKEND_BYTES,
     NO_TOKEN,
+    Adapter,
     AskQuote,
     AskStream,
     Cancel,
@@ -32,6 +36,7 @@ from penstock.shm.messages import (
     FailureCode,
     Finish,
     Generate,
+    ModelCard,
     Pool,
     PoolBatch,
     Progress,
@@ -44,15 +49,6 @@ from penstock.shm.messages import (
     decode_to_backend,
     encode,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from penstock.shm.buffers.buffer_export import BufferExporter
-    from penstock.shm.link.connected_frontend import ConnectedFrontend
-    from penstock.shm.memory.board import BackendBoard, FrontendBoard
-    from penstock.shm.messages import Adapter, ModelCard
 
 logger = logging.getLogger("penstock.link")
 

@@ -7,28 +7,33 @@ import secrets
 import time
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.buffers.buffer_export import LoanError
+from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan, LoanError
+from penstock.shm.link.rendezvous import ControlConnection
 from penstock.shm.memory import arena
 from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.messages import (
     MAX_LOGPROBS,
     MAX_VECTOR_PART_BYTES,
+    Adapter,
     ArenaRef,
     BufferContent,
     BufferRef,
+    BufferReturn,
     EventLogprobs,
     Failure,
     Finish,
     Generate,
     Progress,
+    PromptHeader,
     PromptLogprobs,
     Quote,
+    Request,
     Started,
     StepOutputs,
     StreamRecord,
@@ -36,13 +41,6 @@ from penstock.shm.messages import (
     VectorPart,
     WireError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.shm.buffers.buffer_export import ExportedBuffers, Loan
-    from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.shm.messages import Adapter, BufferReturn, PromptHeader, Request
 
 MAX_EVENTS_PER_MESSAGE = 1 << 14
 _MAX_HOLD_S = 0.25

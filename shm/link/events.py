@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
 
-from penstock.shm.messages import Keep, PromptHeader
-
-if TYPE_CHECKING:
-    from penstock.shm.buffers.buffer_export import Loan
-    from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter
+from penstock.shm.buffers.buffer_export import Loan
+from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter, Keep, PromptHeader
 
 MessageT = TypeVar("MessageT", bound=PromptHeader)
 MessageT_co = TypeVar("MessageT_co", bound=PromptHeader, covariant=True)

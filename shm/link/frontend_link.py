@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import zmq
 
 from penstock.shm.link.listening_address import connectable_path
 from penstock.shm.link.zmq_sockets import MAX_REQUESTS_IN_FLIGHT, new_socket, receive
-from penstock.shm.messages import MAX_TO_FRONTEND_BYTES, WireError, decode_to_frontend, encode
-
-if TYPE_CHECKING:
-    from penstock.shm.messages import StepOutputs, ToBackend, Welcome
+from penstock.shm.messages import (
+    MAX_TO_FRONTEND_BYTES,
+    StepOutputs,
+    ToBackend,
+    Welcome,
+    WireError,
+    decode_to_frontend,
+    encode,
+)
 
 _ONE_PART = 1
 

@@ -7,22 +7,15 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.shm.buffers.buffer_export import BufferRequestRefused
+from penstock.shm.buffers.buffer_export import BufferExporter, BufferRequestRefused, ExportedBuffers
 from penstock.shm.link.connected_frontend import ConnectedFrontend
-from penstock.shm.link.rendezvous import Rendezvous
-from penstock.shm.memory.board import FrontendTotals
-from penstock.shm.messages import ModelCard, Welcome
-
-if TYPE_CHECKING:
-    from penstock.shm.buffers.buffer_export import BufferExporter, ExportedBuffers
-    from penstock.shm.link.rendezvous import ControlConnection
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import Adapter
+from penstock.shm.link.rendezvous import ControlConnection, Rendezvous
+from penstock.shm.memory.board import BackendBoard, FrontendTotals
+from penstock.shm.memory.ledger import Ledger
+from penstock.shm.messages import Adapter, ModelCard, Welcome
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.process.private_directory import Trust, opened_directory, path_in
 from penstock.shm.link.rendezvous import peer_credentials
@@ -17,17 +17,14 @@ from penstock.shm.messages import (
     MAX_WELCOME_BYTES,
     PROTOCOL_VERSION,
     BufferKind,
+    BufferRequest,
     Hello,
     Refusal,
+    Welcome,
     WireError,
     decode_welcome,
     encode,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.shm.messages import BufferRequest, Welcome
 
 _MAX_FDS = 6
 """One more than any welcome has, so that a surplus fd is noticed."""

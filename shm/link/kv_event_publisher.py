@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import msgspec
 import zmq
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MAX_QUEUED_MESSAGES = 1000
 """Messages that wait for a slow subscriber. It misses those beyond, and sees the gap in their numbers."""

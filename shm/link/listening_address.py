@@ -8,12 +8,9 @@ import os
 import socket
 import stat
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.process.private_directory import Trust, UnsafeDirectory, open_directory, path_in, private_umask
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_PATH_BYTES = 107
 """Linux's limit for the path of a Unix socket."""

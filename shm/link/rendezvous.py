@@ -13,17 +13,21 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.shm.link.listening_address import ListeningAddress
-from penstock.shm.messages import PROTOCOL_VERSION, BuffersClosed, Hello, Refusal, WireError, decode_hello, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from penstock.shm.messages import Welcome
+from penstock.shm.messages import (
+    PROTOCOL_VERSION,
+    BuffersClosed,
+    Hello,
+    Refusal,
+    Welcome,
+    WireError,
+    decode_hello,
+    encode,
+)
 
 _MAX_HELLO_BYTES = 64
 _UCRED = struct.Struct("3i")

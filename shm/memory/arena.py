@@ -7,16 +7,12 @@ at any moment leaves nothing valid. The reader checks its copy, never the shared
 
 from __future__ import annotations
 
+import mmap
 import struct
 import zlib
-from typing import TYPE_CHECKING
 
 from penstock.shm.memory import region
 from penstock.shm.messages import MAX_INLINE_PROMPT_TOKENS, ArenaRef
-
-if TYPE_CHECKING:
-    import mmap
-
 
 _HEADER = struct.Struct("=IIQQQ")  # magic, crc32, epoch, sequence, length
 _COVERED = struct.Struct("=QQQ")  # epoch, sequence, length: what the crc covers beside the payload

@@ -12,14 +12,12 @@ import struct
 import time
 import zlib
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from penstock.shm.memory import region
 from penstock.shm.memory.page_digest import PageDigest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 _MAGIC = 0x50_4E_53_54_42_4F_41_31
 _HEADER_WORDS = 8

@@ -13,10 +13,7 @@ import fcntl
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 _MESSAGE = b"fd"
 MAX_FDS = 64

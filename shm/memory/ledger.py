@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
+from collections.abc import Hashable
 
 
 class LedgerError(Exception):

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import TYPE_CHECKING
+from typing import Self
 
 from penstock.shm.memory.worker_table import WorkerTable
-
-if TYPE_CHECKING:
-    from typing import Self
 
 MAX_MODELS = 256
 """Models of one server. Each needs a client in every worker."""

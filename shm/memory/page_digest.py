@@ -10,12 +10,10 @@ Backends of one model have the same names for the same tokens.
 from __future__ import annotations
 
 import struct
+from array import array
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Sequence
+from typing import Self
 
 _HEADER = struct.Struct("=QQQ")  # magic, tokens of a page, words
 _MAGIC = 0x50_4E_53_54_44_49_47_31

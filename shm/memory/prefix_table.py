@@ -7,14 +7,11 @@ recomputation, never a wrong answer.
 from __future__ import annotations
 
 import mmap
+from array import array
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Self
 
 from penstock.shm.memory import region
-
-if TYPE_CHECKING:
-    from array import array
-    from typing import Self
 
 _NUM_WORDS = 1 << 16
 _NUM_BYTES = 8 * _NUM_WORDS

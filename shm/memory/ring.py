@@ -11,16 +11,13 @@ unused. A note of the last writer, such as its identity, is kept beside the reco
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.shm.memory import region
-
-if TYPE_CHECKING:
-    import mmap
 
 BLOCK_BYTES = 1 << 16
 MIN_RING_BYTES = 8 * BLOCK_BYTES

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Self
 
 from penstock.shm.memory import region
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _WORD_BYTES = 8
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 
+from penstock.shm.memory.ring import Stretch
 from penstock.shm.recording.records import ALIGNMENT, FORMAT_VERSION, FRAME, SECRET_KINDS, Record, unpack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-    from types import TracebackType
-    from typing import BinaryIO, Self
-
-    from penstock.shm.memory.ring import Stretch
 
 _MAGIC = b"PENSTREC"
 _HEADER = struct.Struct("<8sII")  # magic, version, 0

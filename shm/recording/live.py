@@ -6,8 +6,8 @@ The reader costs the engine nothing: it copies what the loop has written anyway.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from penstock.shm.memory.ring import RingReader, Stretch
 from penstock.shm.recording.events import (
     Arrived,
     BackendStarted,
@@ -32,13 +32,8 @@ from penstock.shm.recording.live_state import (
     StepColumn,
     Wait,
 )
-from penstock.shm.recording.records import Kind, unpack
-from penstock.shm.recording.steps import IS_KEY, RowTracker, unpack_plan, unpack_result
-
-if TYPE_CHECKING:
-    from penstock.shm.memory.ring import RingReader, Stretch
-    from penstock.shm.recording.records import Record
-    from penstock.shm.recording.steps import PlanRecord, Row
+from penstock.shm.recording.records import Kind, Record, unpack
+from penstock.shm.recording.steps import IS_KEY, PlanRecord, Row, RowTracker, unpack_plan, unpack_result
 
 _MAX_PENDING = 64
 """Steps without a result, of which a running engine has a few."""

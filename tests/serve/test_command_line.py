@@ -156,8 +156,10 @@ def test_variable_that_no_option_reads_is_named(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_PROT", "1")
     monkeypatch.setenv("PENSTOCK_URL", "http://127.0.0.1:1")  # an option of penstock chat
+    monkeypatch.setenv("PENSTOCK_ONCE", "1")  # of penstock top, which reads only connections from the environment
     run_serve("some/model")
     assert capsys.readouterr().err == (
+        "penstock serve: PENSTOCK_ONCE in the environment is no option; did you mean PENSTOCK_SOCKET?\n"
         "penstock serve: PENSTOCK_PROT in the environment is no option; did you mean PENSTOCK_PORT?\n"
     )
     assert len(served) == 1

@@ -24,9 +24,13 @@ _EQUAL_SEEDS = "let drawn = 1; Math.random = () => (drawn = (drawn * 48271) % 21
 """The page draws a seed for each request: with this it asks for the same answers in each run of a test."""
 
 
-def take_picture(page: Page, name: str) -> None:
+def take_picture(page: Page, name: str, *, in_dark: bool = True) -> None:
     """Save what the page shows to the folder PENSTOCK_PICTURES, such as docs/, if the environment names one."""
     if folder := os.environ.get("PENSTOCK_PICTURES"):
+        if in_dark:
+            page.emulate_media(color_scheme="dark")
+            page.screenshot(path=Path(folder) / f"{name}-dark.png")
+        page.emulate_media(color_scheme="light")
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 

@@ -292,25 +292,6 @@ def test_page_follows_the_answer_until_the_reader_scrolls_away(page: Page) -> No
     page.keyboard.press("Escape")
 
 
-def test_file_goes_with_the_message_and_presets_keep_settings(page: Page, tmp_path: Path, errors: list[str]) -> None:
-    (tmp_path / "notes.txt").write_text("the notes")
-    (tmp_path / "picture.bin").write_bytes(bytes(range(256)))
-    page.set_input_files("#attach", [tmp_path / "notes.txt", tmp_path / "picture.bin"])
-    expect(page.locator("#notice")).to_have_text("picture.bin is not a text file in UTF-8")
-    set_field(page, "max_completion_tokens", "4")
-    page.fill("#preset-name", "short")
-    page.click("#preset-save")
-    set_field(page, "max_completion_tokens", "9")
-    page.select_option("#preset", "none")
-    page.select_option("#preset", "short")
-    with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "Sum up")
-    body = sent.value.post_data_json
-    assert body["messages"][0]["content"] == "Sum up\n\nFile notes.txt:\n```\nthe notes\n```"
-    assert body["max_completion_tokens"] == 4
-    answered(page)
-
-
 def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
     ask(page, "What is a dict?")
@@ -380,12 +361,15 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         check_axe(page)
     page.get_by_text("Settings", exact=True).click()
     page.evaluate("scrollTo(0, 0)")
-    take_picture(page, "chat-page-phone")
+    take_picture(page, "chat-page-phone", in_dark=False)
     expect(page.locator("#conversations")).to_be_hidden()
-    page.get_by_role("button", name="Chats").press("Enter")
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
     expect(page.locator("#conversations")).to_be_visible()
     check_axe(page)
-    page.get_by_role("button", name="New chat").first.press("Enter")
+    page.get_by_role("button", name="Chats").press("Enter")
+    expect(page.locator("#conversations")).to_be_hidden()
+    page.keyboard.press("Control+Shift+o")
     expect(page.locator("#conversations")).to_be_hidden()
     page.keyboard.type("What is a class?")
     page.keyboard.press("Enter")

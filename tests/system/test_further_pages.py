@@ -117,7 +117,7 @@ def check_small_screen_and_axe(page: Page, name: str = "") -> None:
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
         if name:
-            take_picture(page, name if width > 360 else f"{name}-phone")
+            take_picture(page, name if width > 360 else f"{name}-phone", in_dark=width > 360)
 
 
 def test_small_screen_needs_no_sideways_scrolling_and_controls_have_names(page: Page) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from cyclopts import Group, Parameter
+from cyclopts import CycloptsError, Group, Parameter
 
 from penstock.process.failure import USAGE_STATUS, fail
 from penstock.process.options import make_app
 from penstock.serve.foreign_options import FOREIGN_COMMANDS
 from penstock.tools.bench.errors import COMMAND
-
-if TYPE_CHECKING:
-    from cyclopts import CycloptsError
 
 _HELP = (
     "Measures a server, or one part of it. Each measurement is a subcommand with options of its own, which "
@@ -32,7 +29,6 @@ _ENCODERS = {
 _COMPONENTS = {
     "mask-cost": "CPU time of a grammar's mask for each row and step.",
     "quantization": "Perplexity and speed of a model's weights in each form.",
-    "growth": "CPU time of a page of the KV cache against pages and tenants.",
 }
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.tools.bench.load_generator.http_client import HttpClient
@@ -60,6 +61,8 @@ class FaultInjector:
             self.left_out |= {FaultKind.UPGRADE, FaultKind.UPGRADE_AND_KILL, FaultKind.RESTART_FRONTEND_B}
         self._server = server
         self._ledger = ledger
+        self._last_victim = b""
+        """The command line's socket of the backend that had the last fault."""
         urls = [server.url_a] if server.options.may_sleep else [server.url_a, server.url_b]
         self._frontends = [HttpClient(url) for url in urls]
 
@@ -107,9 +110,14 @@ class FaultInjector:
     async def _signal(self, fault: Fault) -> None:
         role, number = _SIGNALS[fault.kind]
         pids = sorted(self._server.roles().get(role, ()))
+        if self._server.options.may_sleep and role == "backend":
+            # A model that wakes may lose one backend: requests outlive no second death.
+            pids = [pid for pid in pids if _socket_of(pid) != self._last_victim]
         if not pids:
             return
         pid = pids[fault.pick % len(pids)]
+        if role == "backend":
+            self._last_victim = _socket_of(pid)
         if fault.kind is FaultKind.KILL_WORKER:
             await self._kill_worker(pid)
             return
@@ -181,3 +189,11 @@ class FaultInjector:
     def close(self) -> None:
         for frontend in self._frontends:
             frontend.close()
+
+
+def _socket_of(pid: int) -> bytes:
+    """The value of --socket in a process's command line; empty if the process has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return words[words.index(b"--socket") + 1] if b"--socket" in words else b""
+    return b""

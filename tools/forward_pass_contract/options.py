@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ from penstock.tools.forward_pass_contract.steps import (
     PlacesInMemory,
     page_size_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _HOST_KV_BYTES = 64 << 20
 """Host memory for passes that keep pages on the host."""

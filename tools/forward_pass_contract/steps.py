@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     NO_ADAPTER,
+    DeviceRows,
     EmbeddedTokens,
+    IBatchedForwardPass,
     PooledRows,
     SamplingParams,
     ScoredTokens,
@@ -20,13 +23,8 @@ from penstock.backend.forward_pass import (
 )
 from penstock.backend.forward_pass.extensions import read_host_logits
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass
-
-    Floats: TypeAlias = NDArray[np.float32]
-    Ints: TypeAlias = NDArray[np.int32]
+Floats: TypeAlias = NDArray[np.float32]
+Ints: TypeAlias = NDArray[np.int32]
 
 NUM_PAGES = 256
 """Pages of each group of layers."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit, TokenLogprobs
 from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
@@ -16,15 +16,12 @@ from penstock.tools.forward_pass_contract.steps import (
     NOT_ITS_OWN,
     NUM_PAGES,
     TOLERANCE,
+    Floats,
     StepRow,
     StepRunner,
     is_same,
     page_size_of,
 )
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import TokenLogprobs
-    from penstock.tools.forward_pass_contract.steps import Floats
 
 
 @pytest.fixture

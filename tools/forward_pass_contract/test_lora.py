@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import FROM_SLOT, NO_ADAPTER, SlotInit
-from penstock.tools.forward_pass_contract.steps import GREEDY, NUM_PAGES, StepRow, StepRunner, is_same
-
-if TYPE_CHECKING:
-    from penstock.tools.forward_pass_contract.steps import Floats
+from penstock.tools.forward_pass_contract.steps import GREEDY, NUM_PAGES, Floats, StepRow, StepRunner, is_same
 
 _CHOICES = (NO_ADAPTER, 0, 1)
 _LENGTH = 19

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import SlotInit
-from penstock.tools.forward_pass_contract.steps import GREEDY, TOLERANCE, StepRow, StepRunner
-
-if TYPE_CHECKING:
-    from penstock.tools.forward_pass_contract.steps import Floats
+from penstock.tools.forward_pass_contract.steps import GREEDY, TOLERANCE, Floats, StepRow, StepRunner
 
 _LENGTHS = (1, 2, 3, 17, 5, 30, 1, 9)
 

@@ -7,10 +7,8 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.results import Results
 
 _PACKAGES = ("torch", "cupy-cuda12x", "cupy-cuda13x", "numpy", "safetensors", "transformers", "triton")
 _NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "temperature.gpu", "power.limit")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from penstock.tools.gpu.results import SIZES_PREFIX
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.tools.gpu.results import SectionOutcome
+from penstock.tools.gpu.results import SIZES_PREFIX, SectionOutcome
 
 _MOST_FAILED, _MOST_OTHERS = 12, 80
 """Maximum lines of a section in report.md; report.json has everything."""

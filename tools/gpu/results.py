@@ -6,13 +6,10 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
+from pathlib import Path
+from typing import Any
 
 SIZES_PREFIX = "sizes."
 DEADLINE_VARIABLE = "PENSTOCK_GPU_CHECK_UNTIL_S"

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.process.children import stop_with_parent
@@ -27,9 +27,6 @@ from penstock.tools.gpu.results import (
     SectionOver,
     read_findings,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,6 @@ SECTIONS = (
     Section("kernels", "penstock.tools.gpu.speed.kernels", 90),
     Section("end-to-end", "penstock.tools.gpu.speed.end_to_end", 150),
     Section("invariance", "penstock.tools.gpu.checks.invariance", 50),
-    Section("unsplit", "penstock.tools.gpu.checks.unsplit", 15),
     Section("sharing", "penstock.tools.gpu.checks.sharing", 15),
     Section("sanitizer", "penstock.tools.gpu.checks.sanitizer", 75),
 )

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from penstock.shm.link.events import Cancellation, FrontendDeath, Submission
+from penstock.commands.recorder.history import Life
+from penstock.shm.link.events import Cancellation, FrontendDeath, LinkEvent, Submission
 from penstock.shm.messages import Finish, Generate, Pool, Pooled, PromptHeader, Sampling, encode
-from penstock.shm.recording.events import Arrived, Cancelled, Ended, FrontendDied, Joined, Left, Started
+from penstock.shm.recording.events import Arrived, BackendStarted, Cancelled, Ended, FrontendDied, Joined, Left, Started
 from penstock.shm.recording.file import RecordingError
 from penstock.tools.replay.made_up import NUM_STOP_IDS, MadeUpTokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.commands.recorder.history import Life
-    from penstock.shm.link.events import LinkEvent
-    from penstock.shm.recording.events import BackendStarted
 
 Request = tuple[int, int]
 """(frontend, request id)."""

@@ -7,35 +7,26 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.limits import EngineLimits
-from penstock.backend.engine.steps.launched_step import LaunchedStep
+from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves
 from penstock.backend.engine.steps.step_timing import StepTiming
-from penstock.backend.forward_pass import StepOutput
+from penstock.backend.forward_pass import StepBatch, StepOutput
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.ring import Stretch
-from penstock.shm.recording.events import pack_event
-from penstock.tools.engine_rig import ClockedExecutor, DroppingLink, EngineRig
+from penstock.shm.recording.events import BackendStarted, pack_event
+from penstock.tools.engine_rig import ClockedExecutor, DroppingLink, EngineRig, Launch
+from penstock.tools.replay.arrivals import Arrivals
 from penstock.tools.replay.sizes import rig_sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.engine.steps.launched_step import PageSaves
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.structured_output.grammar_cache import GrammarCache
-    from penstock.shm.recording.events import BackendStarted
-    from penstock.tools.engine_rig import Launch
-    from penstock.tools.replay.arrivals import Arrivals
-    from penstock.tools.replay.step_times import StepTimes
+from penstock.tools.replay.step_times import StepTimes
 
 _PLAN_S = 0.0005
 """CPU time of planning for the loop's timing. A measured one would make every replay different."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -15,8 +14,9 @@ from penstock.backend.options import BackendOptions
 from penstock.commands.recorder.command import read_lives
 from penstock.commands.recorder.history import Life, read_history
 from penstock.process.failure import fail
+from penstock.shm.memory.ring import Stretch
 from penstock.shm.messages import PROTOCOL_VERSION
-from penstock.shm.recording.events import Arrived
+from penstock.shm.recording.events import Arrived, BackendStarted
 from penstock.shm.recording.file import Recording, RecordingError, RecordingWriter
 from penstock.shm.recording.records import unpack
 from penstock.tools.replay.arrivals import Arrivals
@@ -24,10 +24,6 @@ from penstock.tools.replay.backend import VECTOR_WIDTHS, MadeUpSteps, ReplayedBa
 from penstock.tools.replay.comparison import Account, compare_tokens, comparison_table
 from penstock.tools.replay.sizes import check_sizes
 from penstock.tools.replay.step_times import StepTimes
-
-if TYPE_CHECKING:
-    from penstock.shm.memory.ring import Stretch
-    from penstock.shm.recording.events import BackendStarted
 
 _COMMAND = "penstock replay"
 _MAX_NAMED = 8

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from penstock.commands.recorder.history import sequences_of
+from penstock.commands.recorder.history import Life, sequences_of
 from penstock.shm.messages import Finish, TextHeader
 from penstock.shm.recording.events import Arrived, Ended, Joined, Left, Preempted, Started
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.commands.recorder.history import Life
-    from penstock.shm.recording.prompts import RecordedPrompt
-    from penstock.tools.replay.arrivals import Request
+from penstock.shm.recording.prompts import RecordedPrompt
+from penstock.tools.replay.arrivals import Request
 
 _FINISHED = (Finish.STOP, Finish.LENGTH)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.backend.start.startup import (
     describe_pass,
@@ -21,13 +23,7 @@ from penstock.backend.start.startup import (
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
 from penstock.backend.structured_output.grammar_cache import GrammarCache
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.backend.forward_pass import IBatchedForwardPass
-    from penstock.backend.options import BackendOptions
-    from penstock.shm.recording.events import BackendStarted
+from penstock.shm.recording.events import BackendStarted
 
 
 def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatchedForwardPass, GrammarCache | None]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
+from penstock.shm.recording.events import BackendStarted
 from penstock.shm.recording.file import RecordingError
 from penstock.tools.engine_rig import RigSizes
-
-if TYPE_CHECKING:
-    from penstock.shm.recording.events import BackendStarted
 
 _MAX_TABLE_ENTRIES = 1 << 26
 _MAX_GROUPS = 64

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.commands.recorder.history import Life
 from penstock.shm.recording.file import RecordingError
-
-if TYPE_CHECKING:
-    from penstock.commands.recorder.history import Life
 
 _MAX_STEP_S = 300.0
 """The loop gives up a longer step."""

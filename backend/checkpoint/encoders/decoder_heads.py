@@ -6,11 +6,14 @@ token's hidden state after the final norm.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS
 from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
@@ -22,19 +25,11 @@ from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE, TOKENIZER_FILE
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
-from penstock.backend.checkpoint.formats.stored_weight import find_weight
+from penstock.backend.checkpoint.formats.stored_weight import StoredWeight, find_weight
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 from penstock.process.native_libraries import LibraryError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
 
 TASKS = ("auto", "generate", "embed", "rerank", "classify")
 SCORES = "score.weight"

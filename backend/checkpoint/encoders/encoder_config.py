@@ -7,11 +7,10 @@ no names of architectures.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
-    from penstock.backend.checkpoint.config.decoder_config import RopeConfig
+from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
+from penstock.backend.checkpoint.config.decoder_config import RopeConfig
 
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh", "sigmoid", "identity"]
 """gelu is the exact one, with the error function."""

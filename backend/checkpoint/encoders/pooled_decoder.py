@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 
 HeadKind: TypeAlias = Literal["embed", "yes or no", "score"]
 

@@ -6,10 +6,12 @@ An absent key has the default that transformers 5 gives it, for each architectur
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
+from penstock.backend.checkpoint.config.decoder_config import RopeConfig
 from penstock.backend.checkpoint.config.rope_scaling import RopeSettings, compute_rope
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, PoolingMode
 from penstock.backend.checkpoint.encoders.families import (
@@ -26,12 +28,6 @@ from penstock.backend.checkpoint.files.json_file import convert, read_json_objec
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.backend.checkpoint.config.decoder_config import RopeConfig
-
 
 GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
 """ModernBERT's bases if its config.json gives none: for layers with full attention, and with a window."""

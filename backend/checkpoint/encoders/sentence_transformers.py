@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,9 +14,6 @@ from penstock.backend.checkpoint.encoders.encoder_config import Activation, Head
 from penstock.backend.checkpoint.files.json_file import convert, read_bytes, read_json_object, shorten
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MODULES_FILE = "modules.json"
 _TOKENIZER_FILE = "tokenizer_config.json"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS
 from penstock.backend.checkpoint.encoders.families import split_architecture
 from penstock.backend.checkpoint.encoders.sentence_transformers import read_modules
 from penstock.backend.checkpoint.files.json_file import read_json_object
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 Task: TypeAlias = Literal["generate", "embed", "rerank", "classify", "token-classify", "sparse"]
 

@@ -6,15 +6,13 @@ Reads no file, so models with random weights use it too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,18 @@ bias], with zeros for a bias that the model does not have. Every tensor is a new
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import TracebackType
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.tensors import TensorSpec
 from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import (
     EncoderLayerWeights,
     HeadLayerWeights,
@@ -22,27 +27,15 @@ from penstock.backend.checkpoint.encoders.tensors import (
     table_specs,
 )
 from penstock.backend.checkpoint.files.layout import SINGLE_FILE
-from penstock.backend.checkpoint.files.progress import make_progress
+from penstock.backend.checkpoint.files.progress import Progress, make_progress
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
-from penstock.backend.checkpoint.formats.stored_weight import find_weight
+from penstock.backend.checkpoint.formats.stored_weight import StoredWeight, find_weight
+from penstock.backend.checkpoint.formats.tensor_file import TensorFile
 from penstock.backend.checkpoint.tensor_files.opening import crop_rows, rename_tensors
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.tensor_files.unplaced import is_beside_encoder, refuse_unplaced
 from penstock.backend.checkpoint.weights import open_tensor_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from types import TracebackType
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.tensors import TensorSpec
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
-    from penstock.backend.checkpoint.files.progress import Progress
-    from penstock.backend.checkpoint.formats.stored_weight import StoredWeight
-    from penstock.backend.checkpoint.formats.tensor_file import TensorFile
 
 _OLD_NORM_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms' tensors in files that were converted from TensorFlow."""

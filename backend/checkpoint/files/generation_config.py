@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -12,10 +13,6 @@ from penstock.backend.checkpoint.files.layout import CONFIG_FILE, GENERATION_FIL
 from penstock.backend.checkpoint.files.tokenizer_file import added_token_ids, end_of_text
 from penstock.backend.sampling.defaults import given, sampling_struct
 from penstock.shm.messages import Sampling
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 _SAMPLING_KEYS = (
     "temperature",

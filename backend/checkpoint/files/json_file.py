@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_JSON_BYTES = 64 << 20
 """Largest file read as JSON. An index of hundreds of thousands of tensors is smaller."""

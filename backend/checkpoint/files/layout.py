@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert, decode_without_twins, read_bytes, shorten
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -12,12 +12,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any, Protocol
 
 logger = logging.getLogger("penstock.backend")
 

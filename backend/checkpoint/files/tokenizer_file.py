@@ -5,17 +5,15 @@ Frontends and grammars use all of tokenizer.json.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert, decode_json_object, read_bytes, read_fields
 from penstock.backend.checkpoint.files.layout import SPECIAL_TOKENS_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 
 class _AddedToken(Struct, frozen=True):

@@ -5,14 +5,17 @@ The format is never guessed from the tensors. A method that is not listed here i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 from penstock.backend.checkpoint.formats.methods.auto_round import read_auto_round
 from penstock.backend.checkpoint.formats.methods.awq import Awq, AwqGemv, AwqGemvFast
 from penstock.backend.checkpoint.formats.methods.bitsandbytes import Bitsandbytes4Bit, BitsandbytesInt8
@@ -36,12 +39,6 @@ from penstock.backend.checkpoint.formats.numbers.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.quant_method import quantization_settings, with_own_file
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN, Rule, StoredFormats
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 
 _EXPERTS = ".experts."
 _BlockSize = Annotated[int, Meta(ge=1, le=1 << 20)]

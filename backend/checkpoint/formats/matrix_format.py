@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""
@@ -45,14 +44,12 @@ class MatrixFormat(Protocol):
     @property
     def description(self) -> str:
         """Method, bits and groups, for messages."""
-        ...
 
     def parts(self, shape: Shape) -> dict[str, Part]:
         """The tensors of a linear of this shape, [outputs, inputs].
 
         Raises UnreadableMatrixError if the format's sizes do not divide the shape.
         """
-        ...
 
     def check(self, parts: Parts, shape: Shape) -> None:  # noqa: ARG002 - a default
         """Raises UnreadableMatrixError for numbers that the format does not allow; by default it allows any."""
@@ -60,7 +57,6 @@ class MatrixFormat(Protocol):
 
     def expand(self, parts: Parts, shape: Shape, rows: slice) -> Tensor:
         """The weights of some outputs, float32 [rows, inputs]. rows has start and stop, and no step."""
-        ...
 
     def packed_form(self, shape: Shape) -> WeightForm | None:  # noqa: ARG002 - a default
         """The form that `pack` returns for most linears of this shape; None, the default, if there is none."""

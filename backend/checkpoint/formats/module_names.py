@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.files.layout import TEXT_PREFIXES
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _LINEAR = "Linear"
 """A target that means every linear of the model, including lm_head."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from penstock.backend.checkpoint.files.json_file import read_json_object
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 CONFIG_KEYS = ("quantization_config", "compression_config")
 """The second is the first name that compressed-tensors used."""

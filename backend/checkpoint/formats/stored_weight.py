@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
     MAX_NOTE_BYTES,
+    MatrixFormat,
     Part,
+    Parts,
+    Shape,
     UnreadableMatrixError,
     row_blocks,
 )
-from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.errors import StartupError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
-    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat, Parts, Shape
-    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-
-    Advance = Callable[[int], None]
-    """Receives the number of stored bytes that were read."""
+Advance = Callable[[int], None]
+"""Receives the number of stored bytes that were read."""
 
 _WEIGHT = ".weight"
 
@@ -40,20 +37,16 @@ class StoredWeight(Protocol):
     @property
     def names(self) -> Iterable[str]:
         """The stored tensors that it is made of."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
-        ...
 
     def copy(self, target: Tensor, advance: Advance) -> None:
         """Write the whole tensor to target (contiguous, same shape), converted to its dtype."""
-        ...
 
     def blocks(self, max_values: int, advance: Advance) -> Iterator[Tensor]:
         """A matrix in blocks of whole rows, fp32, of at most max_values numbers, but at least one row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.files.json_file import LFS_MARK, refuse_lfs_pointer
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import BinaryIO
-
-    from torch import Tensor
 
 WINDOW_BYTES = 8 << 20
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 _MAX_TOKENS = 1 << 24
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.backend.checkpoint.files.layout import (
     CONFIG_FILE,
@@ -22,9 +22,6 @@ from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATE
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.process.supervisor import describe_end, module_argv
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger("penstock.backend")
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.backend.checkpoint.files.json_file import read_bytes, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import TOKENIZER_FILE
@@ -21,9 +22,6 @@ from penstock.backend.checkpoint.other_layouts.rank_files import convert_tekken,
 from penstock.backend.checkpoint.other_layouts.sentencepiece_file import convert_sentencepiece, read_normalizer
 from penstock.backend.errors import StartupError
 from penstock.process.native_libraries import guarded
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def convert_by_class(source: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PARAMS_FILE = "params.json"
 CONSOLIDATED_FILE = "consolidated.safetensors"

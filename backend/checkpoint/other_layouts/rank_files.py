@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
 from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens, metadata_of
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _EXTRAS = tuple(f"<|extra_{number}|>" for number in range(205))
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", re.ASCII)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer
 from penstock.backend.checkpoint.other_layouts.added_tokens import AddedTokens, metadata_of, token_text
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _SYMBOL = 1, 4, 7

@@ -15,14 +15,17 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.fingerprint import weights_fingerprint
-from penstock.backend.checkpoint.quantization.modes import linear_specs, stacked_shape
+from penstock.backend.checkpoint.quantization.modes import Quantization, linear_specs, stacked_shape
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
@@ -31,15 +34,6 @@ from penstock.backend.errors import StartupError
 from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.quantization.modes import Quantization
 
 FORMAT = "1"
 """Increase it when the quantiser or the tensors' form changes: files of other formats are made again."""

@@ -6,33 +6,28 @@ Norms and biases stay unquantised: they are a thousandth of a model.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+import torch
+
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
     LINEARS,
     STACKED_IN_PARTS,
+    TensorSpec,
     embedding_spec,
     expected_tensors,
     layer_specs,
     lm_head_spec,
 )
-from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.checkpoint.formats.stored_formats import PLAIN, StoredFormats
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.config.tensors import TensorSpec
-    from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
 
 BYTE_GROUP = 32
 LM_HEAD = "lm_head"

@@ -9,15 +9,20 @@ Of the original linears only a few blocks of rows are in memory at a time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import LINEARS, LayerWeights, layer_specs
-from penstock.backend.checkpoint.files.progress import LOADING, Work, make_progress
+from penstock.backend.checkpoint.files.progress import LOADING, Progress, Work, make_progress
 from penstock.backend.checkpoint.quantization.cached_file import (
     CachedFile,
     CachedFileWriter,
@@ -27,6 +32,7 @@ from penstock.backend.checkpoint.quantization.cached_file import (
 )
 from penstock.backend.checkpoint.quantization.modes import (
     LM_HEAD,
+    Quantization,
     check_sizes,
     has_cpu_kernels,
     linear_name,
@@ -40,30 +46,17 @@ from penstock.backend.checkpoint.quantization.quantizer import (
     quantize_bytes,
     quantize_to_float8,
 )
-from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
+from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, WeightForm
+from penstock.backend.checkpoint.weight_forms.quantized_weights import (
+    GroupedWeight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+)
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from types import TracebackType
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.files.progress import Progress
-    from penstock.backend.checkpoint.quantization.modes import Quantization
-    from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import (
-        GroupedWeight,
-        Int4Weight,
-        Int8Weight,
-        QuantizedWeight,
-    )
 
 logger = logging.getLogger("penstock.backend")
 

@@ -54,9 +54,6 @@ class GgufModel:
         paths = [file.upper().removesuffix(GGUF_SUFFIX.upper()) for file in self.files]
         return wanted in (self.quantization, *paths, *(path.rpartition("/")[2] for path in paths))
 
-    def __str__(self) -> str:
-        return f"{self.quantization or self.files[0]} ({format_size(self.num_bytes)})"
-
 
 def find_gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
     """Return the models among files, given by name and size. Projectors of images are none."""
@@ -73,13 +70,23 @@ def choose_gguf(models: list[GgufModel], tag: str | None, where: str) -> GgufMod
     if tag is None:
         ranks = {name: rank for rank, name in enumerate(_PREFERRED)}
         return min(models, key=lambda model: (ranks.get(model.quantization, len(ranks)), model.num_bytes))
-    for model in models:
-        if model.is_named(tag):
-            return model
-    raise StartupError(f"{where} has no GGUF file {tag}; it has {name_models(models)}")
+    found = [model for model in models if model.is_named(tag)]
+    if not found:
+        raise StartupError(f"{where} has no GGUF file {tag}; it has {name_models(models)}")
+    if len(found) > 1:
+        raise StartupError(f"{where} has {len(found)} GGUF files {tag}: name one of {name_models(found)}")
+    return found[0]
 
 
-def name_models(models: list[GgufModel]) -> str:
-    named = [str(model) for model in sorted(models, key=lambda model: model.num_bytes)]
+def tag_of(model: GgufModel, models: list[GgufModel]) -> str:
+    """Return the quantisation, or the file's name if another of the models has the same one, or it is unknown."""
+    num_same = sum(other.quantization == model.quantization for other in models)
+    return model.quantization if model.quantization and num_same == 1 else model.files[0]
+
+
+def name_models(models: list[GgufModel], among: list[GgufModel] | None = None) -> str:
+    """Their tags and sizes; among are all that the tags tell apart, if others belong to them."""
+    by_size = sorted(models, key=lambda model: model.num_bytes)
+    named = [f"{tag_of(model, among or models)} ({format_size(model.num_bytes)})" for model in by_size]
     left_out = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
     return ", ".join(named[:_MAX_NAMED]) + left_out

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import layer_specs
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE as MODEL_CONFIG
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, TEXT_PREFIXES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
-from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, read_peft_config
+from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
-    from pathlib import Path
-    from types import TracebackType
-    from typing import BinaryIO
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.tensor_files.lora_config import PeftConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")

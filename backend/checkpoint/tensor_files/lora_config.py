@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 512

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import closing
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack, closing
+from pathlib import Path
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.files.layout import INDEX_FILE, SINGLE_FILE, read_index, rename_all, weight_files
 from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
-from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-    from contextlib import ExitStack
-    from pathlib import Path
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 logger = logging.getLogger("penstock.backend")
 

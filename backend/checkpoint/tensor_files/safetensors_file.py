@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, BinaryIO
 
 from msgspec import Meta, Struct
 
@@ -15,11 +16,6 @@ from penstock.backend.checkpoint.files.json_file import convert, decode_without_
 from penstock.backend.checkpoint.files.layout import as_text_names
 from penstock.backend.checkpoint.formats.tensor_file import ITEM_BYTES, StoredTensor, TensorFile, check_apart, open_file
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from typing import BinaryIO
-
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD
 from penstock.backend.checkpoint.files.json_file import shorten
-from penstock.backend.checkpoint.formats.tensor_file import READABLE_DTYPES
+from penstock.backend.checkpoint.formats.tensor_file import READABLE_DTYPES, StoredTensor, TensorFile
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 _BUFFERS = frozenset(
     {

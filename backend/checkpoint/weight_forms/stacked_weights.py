@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, StackedForm
+from torch import Tensor
+
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, StackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
     GroupedWeight,
+    QuantizedWeight,
     SimpleWeight,
     StackedWeight,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 PART_OUTPUTS = 64
 """The outputs of a part of a `StackedWeight` are a multiple of this."""

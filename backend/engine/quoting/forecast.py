@@ -5,11 +5,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
 class Work(NamedTuple):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.memory.board import BackendBoard
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.memory.board import BackendBoard
 
 _NUM_REMEMBERED = 256
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from penstock.backend.engine.quoting.forecast import Room, Timeline, Work
-from penstock.backend.sequences.subscribers import Prediction
-from penstock.shm.messages import Failure, FailureCode, Quote, QuoteTerms
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.engine.coalescer import Candidate
-    from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.quoting.forecast import Forecast
-    from penstock.backend.engine.quoting.history import AnswerLengths, QuoteErrors
-    from penstock.backend.engine.steps.step_timing import StepTiming
-    from penstock.backend.scheduling.outlook import Outlook, Place
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.messages import AskQuote, Generate
+from penstock.backend.engine.coalescer import Candidate
+from penstock.backend.engine.interfaces import ISequenceScheduler
+from penstock.backend.engine.quoting.forecast import Forecast, Room, Timeline, Work
+from penstock.backend.engine.quoting.history import AnswerLengths, QuoteErrors
+from penstock.backend.engine.steps.step_timing import StepTiming
+from penstock.backend.scheduling.outlook import Outlook, Place
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Prediction, Subscriber
+from penstock.shm.messages import AskQuote, Failure, FailureCode, Generate, Quote, QuoteTerms
 
 _MAX_RETRY_AFTER_S = 60
 _SAMPLE_INTERVAL_S = 0.25

@@ -6,22 +6,17 @@ import functools
 import logging
 import threading
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.errors import StartupError
-from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Failure, FailureCode, Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.forward_pass.extensions import ILoadsAdapters, ReadAdapter
-    from penstock.shm.messages import Adapter, ChangeAdapter
+from penstock.backend.forward_pass.extensions import ILoadsAdapters, ReadAdapter
+from penstock.shm.messages import MAX_ADAPTERS, NO_TOKEN, Adapter, ChangeAdapter, Failure, FailureCode, Finish
 
 logger = logging.getLogger("penstock.backend")
 
@@ -35,11 +30,9 @@ class IPassThread(Protocol):
 
     def call(self, work: Callable[[], None]) -> None:
         """Do this after the steps that were launched before it."""
-        ...
 
     def wake(self) -> None:
         """Wake the loop. Safe from any thread."""
-        ...
 
 
 class IAdapterRules(Protocol):
@@ -47,23 +40,18 @@ class IAdapterRules(Protocol):
 
     def find_directory(self, name: str, path: str) -> Path:
         """The directory of an adapter to load. Raises StartupError."""
-        ...
 
     def announce(self, name: str, directory: Path, rank: int) -> Adapter:
         """Raises StartupError."""
-        ...
 
     def check_room(self, num_bytes: int, taken_bytes: int) -> None:
         """Raises StartupError if the adapter takes more memory than is left beside those that were loaded before."""
-        ...
 
     def changing(self) -> AbstractContextManager[bool]:
         """Whether no other backend would miss a change in this block: no successor has read what `remember` keeps."""
-        ...
 
     def remember(self, loaded: Mapping[str, tuple[Path, str]]) -> None:
         """Keep the directories and ids of the adapters by name for the next start."""
-        ...
 
 
 @dataclass(slots=True)

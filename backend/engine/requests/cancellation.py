@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from penstock.backend.engine.requests.delivery import keep_end
-from penstock.shm.messages import Failure, FailureCode, Finish, Keep
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.engine.requests.delivery import Delivery
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.engine.requests.stream_table import StreamTable
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import RequestName
+from penstock.backend.engine.requests.delivery import Delivery, keep_end
+from penstock.backend.engine.requests.request_table import RequestTable
+from penstock.backend.engine.requests.stream_table import StreamTable
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import Failure, FailureCode, Finish, Keep, RequestName
 
 
 class Canceller:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
 import msgspec
 
-from penstock.shm.messages import NO_TOKEN, EventLogprobs, Failure, FailureCode, Finish, Progress, Started
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.quoting.history import QuoteErrors
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.resumable_stream import ResumableChoice
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import Generate, Quote
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.quoting.history import QuoteErrors
+from penstock.backend.engine.requests.request_table import RequestTable
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.resumable_stream import ResumableChoice
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import (
+    NO_TOKEN,
+    EventLogprobs,
+    Failure,
+    FailureCode,
+    Finish,
+    Generate,
+    Progress,
+    Quote,
+    Started,
+)
 
 
 class Delivery:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from penstock.backend.engine.interfaces import IEngineLink, ISequenceScheduler
 from penstock.backend.engine.quoting.history import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
+from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.adapters import AdapterSet, AdapterTable
 from penstock.backend.engine.requests.cancellation import Canceller
 from penstock.backend.engine.requests.delivery import Delivery
 from penstock.backend.engine.requests.intake import Intake
+from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.engine.requests.stream_table import StreamTable
-from penstock.backend.engine.requests.vector_delivery import VectorDelivery
+from penstock.backend.engine.requests.vector_delivery import VectorCache, VectorDelivery
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.structured_output.grammar_queue import GrammarQueue
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.engine.interfaces import IEngineLink, ISequenceScheduler
-    from penstock.backend.engine.recorder import Recorder
-    from penstock.backend.engine.requests.limits import EngineLimits
-    from penstock.backend.engine.requests.vector_delivery import VectorCache
-    from penstock.shm.memory.board import BackendBoard
+from penstock.shm.memory.board import BackendBoard
 
 
 @dataclass(frozen=True, slots=True)

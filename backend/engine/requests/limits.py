@@ -3,20 +3,14 @@ protect the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.shm.messages import Failure, FailureCode
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
-
-    from numpy.typing import NDArray
-
-    from penstock.shm.link.events import Submission
-    from penstock.shm.messages import Pool, PromptHeader, TextHeader
+from penstock.shm.link.events import Submission
+from penstock.shm.messages import Failure, FailureCode, Pool, PromptHeader, TextHeader
 
 _CUT_KINDS = ("embed", "token_embed")
 """Kinds for which a request may ask for only the first dimensions."""

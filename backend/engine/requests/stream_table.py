@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from penstock.backend.engine.coalescer import Presented
-from penstock.backend.engine.requests.request_table import Deadlines
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.request_table import Deadlines, OpenRequest, RequestTable
 from penstock.backend.sequences.resumable_stream import ResumableChoice, ResumableStream
-from penstock.shm.messages import Failure, FailureCode, Finish, StreamRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.requests.delivery import Delivery
-    from penstock.backend.engine.requests.request_table import OpenRequest, RequestTable
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.events import Submission
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import AskStream, Generate, StreamName
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.link.events import Submission
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import AskStream, Failure, FailureCode, Finish, Generate, StreamName, StreamRecord
 
 NO_READER = (1 << 63) - 1
 """Stands for the frontend of a request whose reader has gone. The link knows no such frontend, and sends it nothing."""

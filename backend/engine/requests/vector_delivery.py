@@ -6,22 +6,17 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict, defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from penstock.backend.engine.interfaces import IEngineLink
+from penstock.backend.engine.requests.delivery import Delivery
+from penstock.backend.engine.requests.request_table import RequestTable
 from penstock.backend.engine.steps.vectors import Vectors, pack_dense, pack_sparse
-from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Finish, Pooled, Started, VectorPart
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.backend.engine.interfaces import IEngineLink
-    from penstock.backend.engine.requests.delivery import Delivery
-    from penstock.backend.engine.requests.request_table import RequestTable
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.sequences.subscribers import Subscriber
-    from penstock.shm.link.events import Submission
-    from penstock.shm.memory.board import BackendBoard
-    from penstock.shm.messages import Pool
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.subscribers import Subscriber
+from penstock.shm.link.events import Submission
+from penstock.shm.memory.board import BackendBoard
+from penstock.shm.messages import MAX_VECTOR_PART_BYTES, Finish, Pool, Pooled, Started, VectorPart
 
 logger = logging.getLogger("penstock.backend")
 

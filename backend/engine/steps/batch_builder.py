@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.buffers import SharedPromptRows
 from penstock.backend.forward_pass import (
@@ -18,12 +18,8 @@ from penstock.backend.forward_pass import (
     SlotInit,
     StepBatch,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import Sequence
 
 
 class WholeBatchBuilder:

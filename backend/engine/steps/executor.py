@@ -7,19 +7,13 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from penstock.backend.engine.steps.launched_step import launch_step
-from penstock.backend.forward_pass import DeviceLost
+from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult, launch_step
+from penstock.backend.forward_pass import DeviceLost, IBatchedForwardPass, StepBatch
+from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.structured_output.late_masks import LateMasks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
-    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
-    from penstock.backend.scheduling.step_plan import Plan
 
 SWITCH_INTERVAL_S = 0.0001
 """For `sys.setswitchinterval`, where an engine runs: its threads, on which the device waits, soon get the interpreter's

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from penstock.backend.buffers import share_outputs
 from penstock.backend.engine.steps.batch_builder import keep_rows
-from penstock.backend.engine.steps.vectors import collect_vectors
-from penstock.backend.forward_pass import NOT_FINITE, positions_to_verify
-from penstock.backend.structured_output.late_masks import MaskedRow, StepMasks, fill_masks
+from penstock.backend.engine.steps.vectors import Vectors, collect_vectors
+from penstock.backend.forward_pass import (
+    NOT_FINITE,
+    IBatchedForwardPass,
+    PendingOutput,
+    StepBatch,
+    TokenLogprobs,
+    positions_to_verify,
+)
+from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.structured_output.constraints import SequenceConstraints
+from penstock.backend.structured_output.late_masks import LateMasks, MaskedRow, StepMasks, fill_masks
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.backend.engine.steps.vectors import Vectors
-    from penstock.backend.forward_pass import IBatchedForwardPass, PendingOutput, StepBatch, TokenLogprobs
-    from penstock.backend.forward_pass.extensions import IHostPages
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.backend.sequences.sequence import Sequence
-    from penstock.backend.structured_output.constraints import SequenceConstraints
-    from penstock.backend.structured_output.late_masks import LateMasks
-
-    PageSaves: TypeAlias = tuple[tuple[int, int], ...]
-    """(page, host place) pairs."""
+PageSaves: TypeAlias = tuple[tuple[int, int], ...]
+"""(page, host place) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class LaunchedStep:
         else:
             for token_id in token_ids:
                 constraints.advance(token_id)
+            constraints.make_guess()
 
 
 def launch_step(

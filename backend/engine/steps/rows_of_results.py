@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from penstock.backend.scheduling.step_plan import NO_SAMPLE
+from penstock.backend.engine.steps.launched_step import StepResult
+from penstock.backend.forward_pass import TokenLogprobs
+from penstock.backend.scheduling.step_plan import NO_SAMPLE, Plan
 from penstock.shm.messages import EventLogprobs
-
-if TYPE_CHECKING:
-    from penstock.backend.engine.steps.launched_step import StepResult
-    from penstock.backend.forward_pass import TokenLogprobs
-    from penstock.backend.scheduling.step_plan import Plan
 
 
 def tokens_by_row(result: StepResult) -> list[int]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.messages import Pooled
+from penstock.backend.scheduling.step_plan import Plan
+from penstock.shm.messages import Pooled
 
 PER_TOKEN = frozenset(["token_embed", "token_classify"])
 """Kinds with a vector for each token."""

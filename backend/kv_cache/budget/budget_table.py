@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 
+from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 
 
 def print_plan(plan: KvPlan | WholePlan, host_kv_bytes: int) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassSpec
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import check_context
+from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import PassSpec
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
-    from penstock.backend.kv_cache.kv_groups import KvGroups
 
 CPU_BUDGET_BYTES = 2_000_000_000
 """CPU default; memory is shared with other programs."""

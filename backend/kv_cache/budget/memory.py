@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassSpec
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import PassSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,10 +15,6 @@ import torch
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, RopeConfig
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.native_ops import NativeOps
-
-if TYPE_CHECKING:
-    import ctypes
-    from collections.abc import Callable, Mapping
 
 TIMED_ROWS = (1, 32)
 """Rows of the products: one stream, which reads memory, and a full batch, which computes."""

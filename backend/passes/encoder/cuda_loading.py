@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
+from penstock.backend.checkpoint.encoders.tensors import WeightSource
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions, PassSpec
 from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
 from penstock.backend.passes.cuda.attention.prefill_attention import MAX_TILES
-from penstock.backend.passes.cuda.device.device import first_line
+from penstock.backend.passes.cuda.device.device import Device, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import LIBRARY_BYTES
@@ -19,12 +21,6 @@ from penstock.backend.passes.encoder.cuda_ops import BLOCK_ROWS, CudaEncoderOps
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.ops import EncoderRows
 from penstock.backend.passes.encoder.spec import make_spec
-
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
-    from penstock.backend.checkpoint.encoders.tensors import WeightSource
-    from penstock.backend.forward_pass import PassOptions, PassSpec
-    from penstock.backend.passes.cuda.device.device import Device
 
 _UNIT = 8
 """Widths must be multiples of it: kernels read 16 bytes at a time."""

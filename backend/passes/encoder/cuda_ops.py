@@ -7,33 +7,27 @@ same stream, so buffers are simply allocated.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig, PoolingMode
 from penstock.backend.passes.cuda.attention.encoder_attention import EncoderAttention
-from penstock.backend.passes.cuda.device.device import annotate_faults
+from penstock.backend.passes.cuda.device.device import Device, Event, annotate_faults
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 from penstock.backend.passes.ops.rope_table import RopeTable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig, PoolingMode
-    from penstock.backend.passes.cuda.device.device import Device, Event
-    from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
-
-    Linear = CudaLinear | CudaQuantizedLinear
+Linear = CudaLinear | CudaQuantizedLinear
 
 
 class DeviceVectors:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec, StepBatch, StepOutput
+from penstock.backend.forward_pass import (
+    IBatchedForwardPass,
+    PassOptions,
+    PassSpec,
+    PooledRows,
+    StepBatch,
+    StepOutput,
+    TokenMasks,
+)
 from penstock.backend.passes.cpu.library.cpu_paths import read_cpu_info, supported_paths
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
@@ -20,20 +31,10 @@ from penstock.backend.passes.decoder.cpu_pass import SPIN_S
 from penstock.backend.passes.encoder import cuda_loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsupported_by_kernels
-from penstock.backend.passes.encoder.ops import EncoderRows
+from penstock.backend.passes.encoder.ops import EncoderOps, EncoderRows, Fetched, Vectors
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
-    from penstock.backend.forward_pass import PooledRows, TokenMasks
-    from penstock.backend.passes.encoder.ops import EncoderOps, Fetched, Vectors
 
 logger = logging.getLogger("penstock.backend")
 

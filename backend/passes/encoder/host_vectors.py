@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.encoders.encoder_config import PoolingMode
+from penstock.backend.checkpoint.encoders.encoder_config import PoolingMode
 
 
 class HostVectors:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig, Head
+from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, WeightSource
 from penstock.backend.checkpoint.quantization.quantizer import BLOCK_VALUES, UnquantizableError, quantize
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.encoder.ops import (
     Array,
@@ -25,13 +28,6 @@ from penstock.backend.passes.encoder.ops import (
     RelativePositions,
     Vectors,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig, Head
-    from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, WeightSource
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

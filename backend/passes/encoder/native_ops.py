@@ -7,13 +7,17 @@ in one call, during which ctypes releases the GIL.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 from ctypes import CDLL, Structure, byref, c_int64, c_void_p
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.passes.cpu.library.native_structs import (
     NORM_KINDS,
     Buffer,
@@ -24,17 +28,8 @@ from penstock.backend.passes.cpu.library.native_structs import (
 )
 from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
 from penstock.backend.passes.encoder.host_vectors import HostVectors
+from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 from penstock.backend.passes.ops.rope_table import RopeTable
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 
 
 class EncoderOperation(IntEnum):

@@ -77,7 +77,6 @@ class Fetched(Protocol):
 
     def wait(self) -> list[NDArray[np.float32]]:
         """Block until they are there. Call once, from any thread. Raises DeviceLost."""
-        ...
 
 
 class EncoderOps(Protocol):
@@ -90,20 +89,16 @@ class EncoderOps(Protocol):
     @property
     def group_tokens(self) -> int:
         """Rows are computed together up to this many tokens, or one by one."""
-        ...
 
     @property
     def logits_tokens(self) -> int:
         """Tokens whose logits over the vocabulary are computed at a time."""
-        ...
 
     def pack_linear(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, is_gated: bool = False) -> Linear:
         """weight [out, in], bias [out]; is_gated: out is [gate | up], for `activated_linear`."""
-        ...
 
     def vector(self, weight: Tensor) -> Array:
         """A norm's [weight | bias], or a table of relative biases, in fp32."""
-        ...
 
     def table(self, weight: Tensor) -> Array: ...
 
@@ -113,63 +108,50 @@ class EncoderOps(Protocol):
         encode may be called once for each value of `rows.only_first` and its operations recorded: it must be the same
         function each time.
         """
-        ...
 
     def embed(self, tables: EmbeddingTables) -> Array:
         """The residual stream, [T, hidden_size] fp32."""
-        ...
 
     def norm(self, residual: Array, weight: Array | None) -> Array:
         """[T, hidden_size] in the dtype of the weights. Without a weight the numbers are only converted."""
-        ...
 
     def norm_in_place(self, residual: Array, weight: Array) -> Array:
         """Like `norm`; the residual stream becomes its norm too."""
-        ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
     def attention(self, qkv: Array, layer: LayerAttention) -> Array:
         """Each token over its row's tokens, [T, hidden_size]. Rotates q and k of qkv in place."""
-        ...
 
     def linear_add(self, x: Array, weights: Linear, residual: Array) -> None:
         """Add the product to residual, in fp32."""
-        ...
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
         """[T, intermediate_size]: activation(product), or activation(x @ gate) * (x @ up) of gated weights."""
-        ...
 
     def pool(self, hidden: Vectors, rows: Sequence[tuple[int, int]], modes: tuple[PoolingMode, ...]) -> Vectors:
         """The pooled tokens [start, end) of each of `rows`, [len(rows), modes * hidden_size].
 
         Modes one after the other, as in sentence-transformers. hidden is the result of the last `run`.
         """
-        ...
 
     def dense(self, x: Vectors, weights: Linear, activation: Activation) -> Vectors:
         """The activation of the product, [n, out], for heads."""
-        ...
 
     def dense_norm(self, x: Vectors, weight: Array) -> Vectors:
         """The norm of rows, [n, width], for heads."""
-        ...
 
     def splade(self, blocks: Iterable[Vectors]) -> Vectors:
         """log(1 + relu(x)) of the largest number of each column over all blocks, [1, width]. A NaN stays one."""
-        ...
 
     def fetch(self, vectors: Sequence[Vectors]) -> Fetched:
         """Start to copy them to the host. The next `run` may overwrite them."""
-        ...
 
     def step(self, doing: str) -> AbstractContextManager[None]:
         """Prepare and run a step in this context: what `run` needs gets ready, and a broken device raises DeviceLost.
 
         doing names the step in errors.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -179,11 +161,9 @@ class FirstTokens(Protocol):
 
     def first_attention(self, qkv: Array, layer: LayerAttention, residual: Array) -> Array:
         """Like `EncoderOps.attention`, for each row's first token. All later operations are on these tokens alone."""
-        ...
 
     def spread_first(self, residual: Array) -> None:
         """Move the first tokens of the residual stream back to their places, after the last operation."""
-        ...
 
 
 class Encode(Protocol):

@@ -6,24 +6,21 @@ Rows are computed one by one, so a row's bits cannot depend on the others.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear
 from penstock.backend.passes.encoder.host_vectors import HostVectors
+from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 from penstock.backend.passes.ops.rope_table import RopeTable
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 
 TorchLinear: TypeAlias = PackedLinear | QuantizedLinear
 

@@ -39,7 +39,6 @@ class Weights(Protocol):
 
     def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
         """None if the embedding table serves as the output layer too."""
-        ...
 
 
 KV_BLOCK_VALUES = 32
@@ -139,7 +138,6 @@ class ExpertOps(Protocol):
 
     def pack(self, weights: ExpertWeights, scale: float) -> Experts:
         """The experts' results are multiplied by scale. The caller drops its copy."""
-        ...
 
     def add(self, x: Array, experts: Experts, residual: Array) -> None:
         """Add the weighted results of each token's experts to residual [T, hidden] in place, in fp32.
@@ -147,11 +145,9 @@ class ExpertOps(Protocol):
         The weights are the router's probabilities, from logits in fp32. Among equal ones the lower expert is chosen. A
         token's results are added in an order that does not depend on the batch.
         """
-        ...
 
     def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
         """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
-        ...
 
 
 class Ops(Protocol):
@@ -164,7 +160,6 @@ class Ops(Protocol):
     @property
     def experts(self) -> ExpertOps | None:
         """The operations of experts; None if the model has none."""
-        ...
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -173,61 +168,47 @@ class Ops(Protocol):
 
         The result is multiplied by scale. The caller drops its copy.
         """
-        ...
 
     def vector(self, weight: Tensor) -> Array:
         """Pack a norm's weight, [n], or a layer norm's, [weight | bias]; or other numbers that are used in fp32."""
-        ...
 
     def table(self, weight: Tensor) -> Array:
         """Pack the embedding table, [vocab, hidden]."""
-        ...
 
     def packed_table(self, weight: Tensor | QuantizedWeight, linear: Linear) -> Array:
         """Like `table`; linear was packed from the same weight, so its memory may serve as the table."""
-        ...
 
     def embed(self, table: Array, step: Step) -> Array:
         """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings, scaled."""
-        ...
 
     def norm(self, residual: Array, weight: Array | None) -> Array:
         """Return [T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""
-        ...
 
     def final_norm(self, residual: Array, weight: Array | None) -> Array:
         """Like `norm`, for the model's last norm, whose result is also read outside of these operations."""
-        ...
 
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
     def linear_add(self, x: Array, weights: Linear, residual: Array, norm: Array | None = None) -> None:
         """Add the product, or its norm with that weight, to residual [T, out] in place, in fp32."""
-        ...
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
         """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
-        ...
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
         """Normalise and rotate q and k of qkv [T, qkv_size] in place, then write k and v to the cache."""
-        ...
 
     def attention(self, qkv: Array, step: Step, layer: AttentionLayer) -> Array:
         """Causal attention of the step's queries over their sequences' cached positions, [T, output_size]."""
-        ...
 
     def last_tokens(self, qkv: Array, residual: Array, step: Step) -> tuple[Array, Array, Step]:
         """Reduce all three to `StepBatch.logit_tokens`: L + S tokens, at least one."""
-        ...
 
     def logit_rows(self, normed: Array, step: Step) -> Array:
         """The last tokens of the logit rows, [L, hidden], from the final norm's result."""
-        ...
 
     def logits(self, x: Array, weights: Linear) -> Array:
         """The product, soft-capped, [L, vocab]: fp32 on the CPU, the dtype of the weights on a GPU."""
-        ...
 
     def close(self) -> None: ...
 
@@ -241,20 +222,17 @@ class LinearAdapters(Protocol):
 
     def prepare(self, linear: Linear, parts: Sequence[LoraWeights]) -> Any:
         """Return an adapter of the linear in the form that products read. Any thread may call it."""
-        ...
 
     def put(self, linear: Linear, index: int, prepared: Any) -> None:
         """Make it the linear's adapter with this index, or None: it leaves the linear unchanged.
 
         Called between steps, for all linears that may have adapters.
         """
-        ...
 
 
 class PageParts(Protocol):
     def parts(self, page: int) -> list[Tensor]:
         """All memory of a page."""
-        ...
 
 
 class CpuOps(Ops, Protocol):
@@ -266,12 +244,10 @@ class CpuOps(Ops, Protocol):
     @property
     def make_sampler(self) -> Callable[[int], IRowSampler] | None:
         """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
-        ...
 
     @property
     def cache(self) -> list[Tensor] | PageParts:
         """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
-        ...
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
 
@@ -280,7 +256,6 @@ class CpuOps(Ops, Protocol):
 
         input_ids [T] are batch.input_ids with every FROM_SLOT resolved and every FROM_EMBEDDINGS replaced by any token.
         """
-        ...
 
     def run_step(self, step: Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
         """Return the result of forward, the model's operations, for a step that was begun.
@@ -288,7 +263,6 @@ class CpuOps(Ops, Protocol):
         forward may be called for the first step only, if its operations are recorded: it must be the same function each
         time, and its operations may depend on needs_logits, but not on the step.
         """
-        ...
 
     def score(
         self, normed: Array, first: int, scored: ScoredTokens, logits_of: Callable[[Array], NDArray[np.float32]]
@@ -298,8 +272,6 @@ class CpuOps(Ops, Protocol):
         Its tokens' rows of normed, the final norm's result, begin at `first`. logits_of is `DecoderModel.logits`; like
         `forward` in `run_step`, it may be called for the first step only. The result of `run_step` may be overwritten.
         """
-        ...
 
     def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
         """A copy of the first rows of normed, the latest result of `norm`: [num_rows, hidden] fp32."""
-        ...

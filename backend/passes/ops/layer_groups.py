@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import PassOptions, StepBatch
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.forward_pass import PassOptions, StepBatch
 
 _BLOCK_TOKENS = 64
 """Attention kernels read keys and values in blocks of up to this many tokens, at multiples of this.

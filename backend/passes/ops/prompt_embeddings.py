@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import EmbeddedTokens, StepBatch
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, StepBatch
 
 
 def check_embeddings(batch: StepBatch) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import RopeConfig
+from penstock.backend.checkpoint.config.decoder_config import RopeConfig
 
 _FIRST_POSITIONS = 4096
 

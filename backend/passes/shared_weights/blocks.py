@@ -3,11 +3,9 @@ unusable ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, Self
 
 BLOCK_BYTES = 4 << 20
 """Size of a block with its own checksum; the last block may be smaller."""
@@ -23,7 +21,6 @@ class SharedBlocks(Protocol):
     @property
     def fd(self) -> int:
         """The first fd in the mailbox, which identifies the content."""
-        ...
 
     @property
     def num_bytes(self) -> int: ...
@@ -32,7 +29,6 @@ class SharedBlocks(Protocol):
 
     def check(self, block: int) -> None:
         """Any thread may call it. Raises SharedWeightsError if the block has changed."""
-        ...
 
     def close(self) -> None: ...
 
@@ -42,30 +38,24 @@ class WeightStore(Protocol):
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from entering the block."""
-        ...
 
     def find(self) -> Sequence[int]:
         """New fds of the content, which the caller closes; empty if there is none."""
-        ...
 
     def leave(self, fds: Sequence[int]) -> None:
         """Replace the content by fds, which stay the caller's too. Raises OSError."""
-        ...
 
     def clear(self) -> None:
         """Remove the content. Other processes keep what they have found."""
-        ...
 
     def holds(self, fd: int) -> bool:
         """Whether the first fd of the content is the same file as fd."""
-        ...
 
     @property
     def is_empty(self) -> bool: ...
 
     def duplicate(self) -> Self:
         """Open the same store again."""
-        ...
 
     def close(self) -> None: ...
 

@@ -15,7 +15,8 @@ import os
 import re
 import shutil
 import tempfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX
 from penstock.backend.checkpoint.fingerprint import WEIGHTS_SUFFIXES
@@ -28,10 +29,6 @@ from penstock.process.cache_directory import (
 )
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 logger = logging.getLogger("penstock.backend")
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import torch
+
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import WeightShapes
-from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError
+from penstock.backend.passes.ops.interface import Weights
+from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError, WeightStore
 from penstock.backend.passes.shared_weights.watch import WatchedWeights
 from penstock.process.options import format_size
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    import torch
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.ops.interface import Weights
-    from penstock.backend.passes.shared_weights.blocks import WeightStore
 
 logger = logging.getLogger("penstock.backend")
 
@@ -35,22 +31,18 @@ class MappedMemory(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights that are not quantised."""
-        ...
 
     @property
     def blocks(self) -> SharedBlocks: ...
 
     def check_some(self) -> int:
         """Check blocks for a moment, and return their number. Raises SharedWeightsError."""
-        ...
 
     def check_all_placed(self) -> None:
         """Raises SharedWeightsError if weights are left over."""
-        ...
 
     def unmap(self) -> None:
         """Unmap the memory; its tensors must not be used any more."""
-        ...
 
 
 class FilledMemory(Protocol):
@@ -58,20 +50,16 @@ class FilledMemory(Protocol):
 
     def finish(self, fingerprint: str, dtype: torch.dtype) -> SharedBlocks:
         """Make it memory that others can map. Raises OSError, DeviceError, or SharedWeightsError for broken memory."""
-        ...
 
     @property
     def fds(self) -> Sequence[int]:
         """The descriptors for the mailbox, after `finish`."""
-        ...
 
     def keep(self) -> None:
         """Note that others can find it now: `close` leaves it mapped."""
-        ...
 
     def close(self) -> None:
         """Close the fds. Tensors in memory that is kept stay valid; other device memory is freed."""
-        ...
 
 
 class Memories(Protocol):
@@ -79,15 +67,12 @@ class Memories(Protocol):
 
     def fingerprint_of(self, fds: Sequence[int]) -> str:
         """Raises SharedWeightsError."""
-        ...
 
     def map(self, fds: Sequence[int]) -> MappedMemory:
         """The fds stay the caller's. Raises SharedWeightsError."""
-        ...
 
     def fill(self) -> FilledMemory:
         """Raises OSError or DeviceError."""
-        ...
 
 
 def load_or_map(

@@ -6,18 +6,12 @@ import itertools
 import logging
 import random
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
+from penstock.backend.forward_pass.extensions import SharedWeights
+from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError, WeightStore
 from penstock.shm.buffers.device_api import DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from penstock.backend.forward_pass.extensions import SharedWeights
-    from penstock.backend.passes.shared_weights.blocks import SharedBlocks, WeightStore
-
 
 logger = logging.getLogger("penstock.backend")
 

@@ -7,22 +7,17 @@ their own position ids; only here they are kept apart.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
-from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, ScoreRule, attend
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-    from torch.nn import Module
-
-    from penstock.backend.passes.cpu.in_torch.paged_cache import PagedStep
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedStep, ScoreRule, attend
 
 NAME = "penstock_paged"
 """The attention function's name in transformers."""
@@ -53,7 +48,6 @@ class LayerCall:
 class Attention(Protocol):
     def __call__(self, call: LayerCall) -> Tensor:
         """Return [T, heads, value_dim]."""
-        ...
 
 
 class UnsupportedAttentionError(Exception):

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import Module
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassSpec
+from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch
 from penstock.backend.passes.cpu.in_torch.paged_cache import PagedCache
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cpu.path_choice import load_sampler
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
-from penstock.backend.passes.cuda.device.device import annotate_faults
+from penstock.backend.passes.cuda.device.device import Device, annotate_faults
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.transformers_model.attention import attention_by, paged_attention
 from penstock.backend.passes.transformers_model.linear_attention import SlotStates, states_by
 from penstock.backend.passes.transformers_model.model import (
+    ModelFacts,
     foreign_code,
     load_model,
     read_facts,
     run_model,
 )
 from penstock.backend.sampling.sampler import HostSampling
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-    from torch.nn import Module
-
-    from penstock.backend.forward_pass import PassOptions, StepBatch
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.transformers_model.model import ModelFacts
 
 _CPU = torch.device("cpu")
 _TILE_LIMITS = TileLimits()

@@ -7,21 +7,18 @@ sequence, so it is called for each row by itself, and once for all rows of one t
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import Tensor
-    from torch.nn import Module
-
-    from penstock.backend.forward_pass import StepBatch
+from penstock.backend.forward_pass import StepBatch
 
 _PROBE_TOKENS = 2
 _CHECKED_ROWS = [4, 1, 4]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
@@ -25,6 +29,7 @@ from penstock.backend.passes.transformers_model.attention import (
 )
 from penstock.backend.passes.transformers_model.linear_attention import (
     SlotStates,
+    StateShape,
     StepStates,
     check_layers,
     probe_states,
@@ -32,15 +37,6 @@ from penstock.backend.passes.transformers_model.linear_attention import (
     states_by,
 )
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-    from torch.nn import Module
-
-    from penstock.backend.passes.transformers_model.linear_attention import StateShape
 
 _LINEAR = "linear_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", _LINEAR}

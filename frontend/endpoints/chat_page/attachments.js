@@ -1,7 +1,9 @@
-// Text files that go with the next message.
+// Files whose text goes with the next message.
 import { at, button, element } from "/page/elements.js";
+import { textOfPdf } from "/page/pdf_text.js";
 
 const MOST_BYTES = 4 << 20;
+const MOST_PDF_BYTES = 32 << 20;
 
 let files = []; // { name, text }
 
@@ -23,7 +25,10 @@ export function take() {
 }
 
 async function read(file) {
-  if (file.size > MOST_BYTES) throw new Error(`${file.name} has ${file.size} bytes; the limit is ${MOST_BYTES}`);
+  const isPdf = file.type === "application/pdf" || file.name.toLowerCase().endsWith(".pdf");
+  const most = isPdf ? MOST_PDF_BYTES : MOST_BYTES;
+  if (file.size > most) throw new Error(`${file.name} has ${file.size} bytes; the limit is ${most}`);
+  if (isPdf) return { name: file.name, text: await textOfPdf(file, MOST_BYTES) };
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (text.includes("\0")) throw new TypeError();

@@ -205,6 +205,12 @@ at("input").addEventListener("keydown", (event) => {
 at("input").addEventListener("input", () => localStorage.setItem(DRAFT, at("input").value));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !at("why").open) running().forEach(streams.stop);
+  if (!event.ctrlKey && !event.metaKey) return;
+  const key = event.key.toLowerCase();
+  if (key === "k") list.seek();
+  else if (key === "o" && event.shiftKey) startNew();
+  else return;
+  event.preventDefault();
 });
 at("stop").addEventListener("click", () => running().forEach(streams.stop));
 at("new").addEventListener("click", startNew);

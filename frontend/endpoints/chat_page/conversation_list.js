@@ -18,6 +18,11 @@ export function showColumn(isShown) {
   at("show-list").setAttribute("aria-expanded", String(isShown));
 }
 
+export function seek() {
+  showColumn(true);
+  at("search").focus();
+}
+
 async function search() {
   const text = at("search").value.trim();
   const result = text ? await store.search(text) : null;

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
-
-if TYPE_CHECKING:
-    from msgspec import Struct
+from msgspec import Struct
 
 _SCHEMA = "JSON schema for the answer, as an object or as text."
 _TOOLS = "Functions that the model may call."

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.docs import local_docs
 from penstock.frontend.endpoints.docs.field_docs import FIELD_DOCS, effective_fields
+from penstock.frontend.endpoints.routes import EndpointDoc, Route
 from penstock.frontend.endpoints.server.health import READY_PATH
 from penstock.frontend.schemas import messages, ollama, responses
 from penstock.frontend.schemas.answers import AnthropicErrorAnswer, ErrorAnswer
@@ -51,13 +54,7 @@ from penstock.frontend.transport.errors import (
     is_of_ollama,
     is_of_tei,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.routes import EndpointDoc, Route
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _QUESTION = "What is the capital of Japan?"
 _TEXTS = ["Tokyo is the capital of Japan.", "Rice is a grain."]

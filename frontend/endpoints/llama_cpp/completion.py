@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
 from penstock.frontend.endpoints.chat_translation import renamed, shared_fields
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.llama_cpp.props import generation_settings
 from penstock.frontend.endpoints.prompts import check_length, check_token_ids, truncated
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.llama_cpp import LlamaCppFormat, NativeAnswer
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.submit import PreparedRequest
-from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.completion import CompletionBody, NativeBody, NativeCompletionBody
 from penstock.frontend.schemas.decoding import decode_native_completion
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.completion import NativeBody, NativeCompletionBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _RENAMED = (
     (re.compile(r"^max_tokens$"), "n_predict"),

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.llama_cpp.completion import answer_native
 from penstock.frontend.endpoints.prompts import check_length, fill_in_model, fill_in_prompts
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.parsing.syntax.fill_in import FillInTokens
+from penstock.frontend.schemas.completion import InfillBody
 from penstock.frontend.schemas.decoding import decode_infill
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.parsing.syntax.fill_in import FillInTokens
-    from penstock.frontend.schemas.completion import InfillBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _REPOSITORY, _FILE = "myproject\n", "filename\n"
 """Names that llama.cpp gives to what the request does not name."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.llama_cpp.slots import num_slots
 from penstock.frontend.endpoints.server.health import VERSION
 from penstock.frontend.generation.models.served_model import shown_sampling
+from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.text.chat_template import special_tokens_of
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.schemas.completion import CompletionBody
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard
 
 
 async def props(exchange: Exchange, context: EndpointContext) -> None:

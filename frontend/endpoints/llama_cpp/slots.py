@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.transport.errors import ErrorKind, retry_later
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import backends_of
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.transport.exchange import Exchange
 
 
 async def slots(exchange: Exchange, context: EndpointContext) -> None:

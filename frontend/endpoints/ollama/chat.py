@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.endpoints.answering import answer_chat
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.ollama.requests import (
     answers_empty,
     receive,
@@ -18,15 +19,8 @@ from penstock.frontend.endpoints.ollama.requests import (
     with_own_names,
 )
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage, FunctionCall, MessageToolCall, check_chat
-from penstock.frontend.schemas.ollama import decode_ollama_chat
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Any
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.schemas.ollama import OllamaChatBody, OllamaMessage
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.schemas.ollama import OllamaChatBody, OllamaMessage, decode_ollama_chat
+from penstock.frontend.transport.exchange import Exchange
 
 _ALL = ("all", "")
 

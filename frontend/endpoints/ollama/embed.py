@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.ollama.requests import receive
-from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
+from penstock.frontend.endpoints.pooling.computing import Computed, compute, names_of, vector_width
 from penstock.frontend.formats.vectors import json_vector
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
-from penstock.frontend.schemas.ollama import decode_ollama_embed, decode_ollama_embeddings
+from penstock.frontend.schemas.ollama import OllamaBody, OllamaEmbedBody, decode_ollama_embed, decode_ollama_embeddings
 from penstock.frontend.text.input_encoder import Truncation
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.ollama import OllamaBody, OllamaEmbedBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def embed(exchange: Exchange, context: EndpointContext) -> None:

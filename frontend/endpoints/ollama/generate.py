@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.frontend.endpoints.answering import answer_chat, answer_completion
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.ollama.requests import (
     answers_empty,
     receive,
@@ -16,12 +15,8 @@ from penstock.frontend.endpoints.ollama.requests import (
 from penstock.frontend.endpoints.prompts import check_token_ids
 from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat
 from penstock.frontend.schemas.completion import CompletionBody
-from penstock.frontend.schemas.ollama import decode_ollama_generate
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.schemas.ollama import OllamaGenerateBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.schemas.ollama import OllamaGenerateBody, decode_ollama_generate
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def generate(exchange: Exchange, context: EndpointContext) -> None:

@@ -5,16 +5,12 @@ This server's models are those of its command line, so a model that is served ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.ollama.requests import known_name
 from penstock.frontend.generation.models.model_table import names_of
 from penstock.frontend.schemas.ollama import decode_ollama_model
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def pull(exchange: Exchange, context: EndpointContext) -> None:

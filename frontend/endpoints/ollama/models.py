@@ -7,22 +7,19 @@ import hashlib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.ollama.requests import known_name
 from penstock.frontend.formats.ollama import rfc3339
 from penstock.frontend.generation.models.model_table import can_do, names_of
-from penstock.frontend.generation.models.served_model import named_tokens, shown_sampling
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel, named_tokens, shown_sampling
 from penstock.frontend.schemas.ollama import decode_ollama_model
 from penstock.frontend.text.pooling_files import read_object
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.transport.exchange import Exchange
 
 API_VERSION = "0.18.0"
 """The version of Ollama whose API this is. Clients refuse versions that are too old for what they need."""

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from penstock.frontend.endpoints.answering import AnswerStyle
 from penstock.frontend.endpoints.chat_translation import renamed
+from penstock.frontend.endpoints.context import EndpointContext
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.ollama import OllamaFormat, without_answer
-from penstock.frontend.generation.models.model_table import names_of
+from penstock.frontend.generation.models.model_table import ServedModels, Task, names_of
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.ollama import OllamaBody, OllamaOptions
+from penstock.frontend.schemas.ollama import GenerativeBody, OllamaBody, OllamaOptions
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from contextlib import AbstractContextManager
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.generation.models.model_table import ServedModels, Task
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.ollama import GenerativeBody
-    from penstock.frontend.transport.exchange import Exchange
 
 Body = TypeVar("Body", bound=OllamaBody)
 _LATEST = ":latest"

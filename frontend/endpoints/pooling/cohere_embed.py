@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
+from penstock.frontend.endpoints.pooling.computing import Computed, compute, names_of, vector_width
 from penstock.frontend.formats.vectors import base64_vector, json_vector, quantized_vector
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
-from penstock.frontend.schemas.pooling.cohere import decode_cohere_embed
+from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody, EmbeddingType, InputType, decode_cohere_embed
 from penstock.frontend.text.input_encoder import Truncation
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.cohere import CohereEmbedBody, EmbeddingType, InputType
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult
-    from penstock.shm.messages import ModelCard
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import PooledResult
+from penstock.shm.messages import ModelCard
 
 _PROMPTS: dict[InputType, tuple[str, ...]] = {
     "search_query": ("search_query", "query"),

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from penstock.frontend.generation.failures import finish_reason_of
 from penstock.frontend.generation.models.capacity import check_capacity
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.request_policy import read_request_policy
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, encode_templated
 from penstock.frontend.generation.submission.pooled_run import PooledRun, PooledTimes, Wanted
+from penstock.frontend.schemas.generation import SchedulingBody
+from penstock.frontend.schemas.pooling.common import TruncatedBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
-from penstock.frontend.text.input_encoder import Truncation
+from penstock.frontend.text.input_encoder import EncodedInput, Truncation
+from penstock.frontend.transport.asgi import Headers
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.generation import SchedulingBody
-    from penstock.frontend.schemas.pooling.common import TruncatedBody
-    from penstock.frontend.text.input_encoder import EncodedInput
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult
-    from penstock.shm.messages import ModelCard, PooledKind
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import PooledResult
+from penstock.shm.messages import ModelCard, PooledKind
 
 Taken = TypeVar("Taken")
 Other = TypeVar("Other")

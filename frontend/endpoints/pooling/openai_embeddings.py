@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.pooling.computing import (
     HOW_TO_TRUNCATE,
     Computed,
@@ -20,10 +18,7 @@ from penstock.frontend.generation.submission.pooled_inputs import InputRules, en
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.schemas.pooling.common import has_several
 from penstock.frontend.schemas.pooling.openai import decode_embeddings
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def create_embeddings(exchange: Exchange, context: EndpointContext) -> None:

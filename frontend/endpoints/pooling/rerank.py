@@ -6,30 +6,24 @@ Without a reranker an embedding model ranks by the angle between query and docum
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling import tei_predict
-from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of, vllm_truncation
-from penstock.frontend.generation.models.model_table import can_do
+from penstock.frontend.endpoints.pooling.computing import Computed, compute, encode_pairs, names_of, vllm_truncation
+from penstock.frontend.generation.models.model_table import ServedModels, Task, can_do
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import cosine, ranked, sigmoid
 from penstock.frontend.schemas.pooling.rerank import RerankBody, decode_rerank
 from penstock.frontend.schemas.pooling.tei import TeiRerankBody, decode_tei_rerank, is_tei_rerank
-from penstock.frontend.text.input_encoder import Truncation
+from penstock.frontend.text.input_encoder import EncodedInput, Truncation
 from penstock.frontend.transport.errors import TEI_FORMAT, invalid
-from penstock.shm.messages import MAX_CONTEXT_TOKENS
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.model_table import ServedModels, Task
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.text.input_encoder import EncodedInput
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.messages import ModelCard
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.messages import MAX_CONTEXT_TOKENS, ModelCard
 
 _HOW_TO_TRUNCATE = "truncate true truncates it"
 

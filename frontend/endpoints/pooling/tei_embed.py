@@ -1,40 +1,48 @@
 """POST /embed, /embed_all, /embed_sparse and /similarity, as in text-embeddings-inference (TEI).
 
-Its truncation and headers are those of all of TEI's endpoints.
+Its rules for inputs and its headers are those of all of TEI's endpoints.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
-from penstock.frontend.endpoints.pooling.computing import compute, names_of, vector_width
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
+from penstock.frontend.endpoints.pooling.computing import Computed, Taken, compute, names_of, vector_width
 from penstock.frontend.formats.vectors import json_matrix, json_vector
-from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.submission.pooled_inputs import InputRules, Name, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import cosine
 from penstock.frontend.schemas.pooling.common import has_several
-from penstock.frontend.schemas.pooling.tei import decode_embed, decode_embed_plain, decode_similarity
+from penstock.frontend.schemas.pooling.tei import (
+    EmbedBody,
+    EmbedPlainBody,
+    SimilarityBody,
+    TeiBody,
+    decode_embed,
+    decode_embed_plain,
+    decode_similarity,
+)
 from penstock.frontend.text.input_encoder import Truncation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.pooling.computing import Computed
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import EmbedBody, EmbedPlainBody, TeiBody
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult
-    from penstock.shm.messages import ModelCard
+from penstock.frontend.transport.asgi import Headers
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import PooledResult
 
 
-def tei_truncation(body: TeiBody, card: ModelCard) -> Truncation:
-    return Truncation(card.max_context_tokens if body.truncate else None, body.side)
+def tei_rules(body: TeiBody, served: ServedModel, name: Name, prompt: str = "") -> InputRules:
+    return InputRules(
+        name,
+        Truncation(served.card.max_context_tokens if body.truncate else None, body.side),
+        prompt=prompt,
+        how_to_truncate="truncate true truncates it",
+        may_truncate=body.truncate is not False,
+    )
 
 
 def tei_headers(computed: Computed[Any], num_characters: int) -> Headers:
@@ -103,28 +111,16 @@ async def similarity(exchange: Exchange, context: EndpointContext) -> None:
     """POST /similarity: the cosine of each sentence's vector with that of the source sentence. Raises ApiError,
     ClientGoneError."""
     body, served, _ = await context.receive_body(exchange, decode_similarity, "embed")
-    texts = [body.inputs.source_sentence, *body.inputs.sentences]
-    rules = InputRules(
-        lambda index: f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence",
-        tei_truncation(body, served.card),
-        prompt=prompt_text(served.pooling, body.prompt_name),
-        how_to_truncate="truncate true truncates it",
-        may_truncate=body.truncate is not False,
-    )
-    computed = await compute(
-        exchange,
-        body,
-        served,
-        lambda: encode_inputs(texts, rules, served),
-        Wanted("embed", normalize=True),
-        lambda result: result.values,
-        num_inputs=len(texts),
-        field="inputs",
-        id_prefix="embd-",
-    )
+    texts: list[str | list[int]] = [body.inputs.source_sentence, *body.inputs.sentences]
+
+    def name(index: int) -> str:
+        return f"inputs.sentences[{index - 1}]" if index else "inputs.source_sentence"
+
+    wanted = Wanted("embed", normalize=True)
+    computed = await _compute(exchange, body, texts, served, wanted, lambda result: result.values, name)
     source, *others = computed.results
     answer = msgspec.json.encode([cosine(source, other) for other in others])
-    await exchange.respond(200, answer, tei_headers(computed, sum(map(len, texts))))
+    await exchange.respond(200, answer, tei_headers(computed, _num_characters(texts)))
 
 
 async def _answer(
@@ -135,26 +131,29 @@ async def _answer(
     wanted: Wanted,
     write: Callable[[PooledResult], list[bytes]],
 ) -> None:
-    rules = InputRules(
-        names_of("inputs", is_list=has_several(body.inputs)),
-        tei_truncation(body, served.card),
-        prompt=prompt_text(served.pooling, body.prompt_name),
-        how_to_truncate="truncate true truncates it",
-        may_truncate=body.truncate is not False,
-    )
-    computed = await compute(
-        exchange,
-        body,
-        served,
-        lambda: encode_inputs(texts, rules, served),
-        wanted,
-        write,
-        num_inputs=len(texts),
-        field="inputs",
-        id_prefix="embd-",
-    )
+    name = names_of("inputs", is_list=has_several(body.inputs))
+    computed = await _compute(exchange, body, texts, served, wanted, write, name)
     parts: list[bytes] = []
     for index, written in enumerate(computed.results):
         parts += [b"," if index else b"[", *written]
-    num_characters = sum(len(text) for text in texts if isinstance(text, str))
-    await exchange.respond_in_parts(200, [*parts, b"]"], tei_headers(computed, num_characters))
+    await exchange.respond_in_parts(200, [*parts, b"]"], tei_headers(computed, _num_characters(texts)))
+
+
+async def _compute(
+    exchange: Exchange,
+    body: EmbedBody | EmbedPlainBody | SimilarityBody,
+    texts: list[str | list[int]],
+    served: ServedModel,
+    wanted: Wanted,
+    take: Callable[[PooledResult], Taken],
+    name: Name,
+) -> Computed[Taken]:
+    rules = tei_rules(body, served, name, prompt_text(served.pooling, body.prompt_name))
+    encode = partial(encode_inputs, texts, rules, served)
+    return await compute(
+        exchange, body, served, encode, wanted, take, num_inputs=len(texts), field="inputs", id_prefix="embd-"
+    )
+
+
+def _num_characters(texts: list[str | list[int]]) -> int:
+    return sum(len(text) for text in texts if isinstance(text, str))

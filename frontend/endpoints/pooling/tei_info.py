@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.server.health import VERSION
 from penstock.frontend.generation.models.model_table import can_do
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.schemas.pooling.common import MAX_INPUTS
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def info(exchange: Exchange, context: EndpointContext) -> None:

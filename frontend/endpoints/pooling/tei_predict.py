@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling.computing import compute, encode_pairs, names_of
-from penstock.frontend.endpoints.pooling.tei_embed import tei_headers, tei_truncation
-from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs
+from penstock.frontend.endpoints.pooling.tei_embed import tei_headers, tei_rules
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.submission.pooled_inputs import encode_inputs
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import activated, ranked, sigmoid
-from penstock.frontend.schemas.pooling.tei import decode_predict
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import PredictBody, TeiBody, TeiRerankBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.schemas.pooling.tei import PredictBody, TeiRerankBody, decode_predict
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def predict(exchange: Exchange, context: EndpointContext) -> None:
@@ -33,7 +30,7 @@ async def answer_predict(exchange: Exchange, body: PredictBody, served: ServedMo
         exchange,
         body,
         served,
-        lambda: encode_inputs(items, _rules(body, served, "inputs", is_list=body.is_batch()), served),
+        lambda: encode_inputs(items, tei_rules(body, served, names_of("inputs", is_list=body.is_batch())), served),
         Wanted("classify"),
         lambda result: activated(
             result.values, "none" if body.raw_scores else served.pooling.activation_of(len(result.values))
@@ -58,7 +55,7 @@ async def answer_rerank(exchange: Exchange, body: TeiRerankBody, served: ServedM
         exchange,
         body,
         served,
-        lambda: encode_pairs(pairs, _rules(body, served, "texts", is_list=True), served, body.instruction),
+        lambda: encode_pairs(pairs, tei_rules(body, served, names_of("texts", is_list=True)), served, body.instruction),
         Wanted("classify"),
         lambda result: result.values[0] if body.raw_scores else sigmoid(result.values[0]),
         num_inputs=len(pairs),
@@ -71,12 +68,3 @@ async def answer_rerank(exchange: Exchange, body: TeiRerankBody, served: ServedM
         ranks.append({"index": index, **shown, "score": computed.results[index]})
     num_characters = sum(len(query) + len(text) for query, text in pairs)
     await exchange.respond(200, msgspec.json.encode(ranks), tei_headers(computed, num_characters))
-
-
-def _rules(body: TeiBody, served: ServedModel, field: str, *, is_list: bool) -> InputRules:
-    return InputRules(
-        names_of(field, is_list=is_list),
-        tei_truncation(body, served.card),
-        how_to_truncate="truncate true truncates it",
-        may_truncate=body.truncate is not False,
-    )

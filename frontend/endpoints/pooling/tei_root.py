@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.pooling import tei_embed, tei_predict
-from penstock.frontend.generation.models.model_table import can_do
+from penstock.frontend.generation.models.model_table import ServedModels, Task, can_do
 from penstock.frontend.schemas.pooling.tei import (
     EmbedBody,
     EmbedPlainBody,
@@ -18,11 +19,7 @@ from penstock.frontend.schemas.pooling.tei import (
     is_tei_rerank,
     named_model,
 )
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.model_table import ServedModels, Task
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _RootBody: TypeAlias = EmbedBody | EmbedPlainBody | PredictBody | TeiRerankBody
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.prompts import check_token_ids
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import prompt_text
-from penstock.frontend.schemas.pooling.tei import decode_decode
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.tei import DecodeBody, TeiTokenizeBody
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.schemas.pooling.tei import DecodeBody, TeiTokenizeBody, decode_decode
+from penstock.frontend.transport.exchange import Exchange
 
 
 async def answer_tokenize(exchange: Exchange, body: TeiTokenizeBody, served: ServedModel) -> None:

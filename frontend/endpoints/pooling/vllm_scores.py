@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.pooling.computing import (
     HOW_TO_TRUNCATE,
     Computed,
@@ -18,24 +19,17 @@ from penstock.frontend.endpoints.pooling.computing import (
     vllm_truncation,
 )
 from penstock.frontend.formats.vectors import base64_vector, json_matrix, json_vector
-from penstock.frontend.generation.models.model_table import can_do
+from penstock.frontend.generation.models.model_table import Task, can_do
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.pooled_inputs import InputRules, encode_inputs, prompt_text
 from penstock.frontend.generation.submission.pooled_run import Wanted
 from penstock.frontend.generation.submission.pooled_scores import activated, cosine
 from penstock.frontend.schemas.pooling.common import has_several
-from penstock.frontend.schemas.pooling.vllm import PoolingBody, decode_classify, decode_pooling
+from penstock.frontend.schemas.pooling.vllm import ClassifyBody, PoolingBody, ScoreBody, decode_classify, decode_pooling
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.model_table import Task
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.pooling.vllm import ClassifyBody, ScoreBody
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult
-    from penstock.shm.messages import PooledKind
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import PooledResult
+from penstock.shm.messages import PooledKind
 
 
 async def answer_score(exchange: Exchange, body: ScoreBody, served: ServedModel) -> None:

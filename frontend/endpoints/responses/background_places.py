@@ -5,14 +5,11 @@ A running response is never evicted from the store, so these bounds, not the dat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
 from penstock.process.admission import HARD_BOUND, DrainRate, TenantPlaces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_IN_BACKGROUND = 64
 """Responses of one worker that run in the background at a time."""

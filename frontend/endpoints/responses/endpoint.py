@@ -8,44 +8,38 @@ import logging
 import secrets
 import time
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from penstock.frontend.endpoints.answering import AnswerStyle, answer_chat
 from penstock.frontend.endpoints.chat_translation import renamed
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.endpoints.responses.background.event_log import Followers
 from penstock.frontend.endpoints.responses.background.run import BackgroundRun
 from penstock.frontend.endpoints.responses.background.runs import BackgroundRuns
-from penstock.frontend.endpoints.responses.background.takeover import Takeovers, encode_request
+from penstock.frontend.endpoints.responses.background.takeover import Restart, Takeovers, encode_request
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
 from penstock.frontend.endpoints.responses.items import RENAMED, as_chat, fitted, listed
 from penstock.frontend.endpoints.responses.kept_responses import KeptResponses
 from penstock.frontend.endpoints.responses.pending_response import PendingResponse
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
+from penstock.frontend.endpoints.responses.web_socket import Turn
 from penstock.frontend.endpoints.server.streams import find_stream
 from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
-from penstock.frontend.schemas.chat import ChatMessage, check_chat
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat
 from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
+from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.frontend.transport.sse import EventStream
 from penstock.process.logs import RareLine
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.responses.background.takeover import Restart
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
-    from penstock.frontend.endpoints.responses.web_socket import Turn
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 logger = logging.getLogger("penstock.responses")
 

@@ -6,7 +6,8 @@ Drops the oldest turns of a chat that is too long.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from penstock.frontend.endpoints.chat_translation import instructed, shared_fiel
 from penstock.frontend.endpoints.prompts import render_chat
 from penstock.frontend.formats.compaction import summary_in
 from penstock.frontend.formats.responses import CalledTool, custom_arguments
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
@@ -25,16 +27,9 @@ from penstock.frontend.schemas.chat import (
     NamedTool,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
-from penstock.frontend.schemas.response_tools import NamedToolChoice, callable_tools, qualified
-from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem
+from penstock.frontend.schemas.response_tools import CallableTool, NamedToolChoice, callable_tools, qualified
+from penstock.frontend.schemas.responses import MAX_ITEMS, ItemPart, ResponseItem, ResponsesBody
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.response_tools import CallableTool
-    from penstock.frontend.schemas.responses import ResponsesBody
 
 
 def chat_tools(body: ResponsesBody) -> tuple[list[ChatTool] | None, Any]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
 from penstock.frontend.formats.responses import response_of_item
 from penstock.frontend.schemas.responses import ResponseItem
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore, StoredResponse
-
 
 MAX_REFERENCED_BYTES = 16 << 20
 """Size of the items that one request refers to, counting each reference: otherwise a short request could ask for

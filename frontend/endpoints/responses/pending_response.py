@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from penstock.frontend.endpoints.responses.items import called_tools, input_items, to_messages
 from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.endpoints.responses.storage.stored_messages import NO_MESSAGES, add_messages
+from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.responses import ResponsesFormat
 from penstock.frontend.generation.models.model_table import answering_name
 from penstock.frontend.parsing.blocks import BlockKind
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
-from penstock.frontend.schemas.response_tools import NamedToolChoice, ResponseTool
-
-if TYPE_CHECKING:
-    from msgspec import Struct
-
-    from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
-    from penstock.frontend.schemas.response_tools import CallableTool
-    from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
-    from penstock.shm.messages import ModelCard
+from penstock.frontend.schemas.response_tools import CallableTool, NamedToolChoice, ResponseTool
+from penstock.frontend.schemas.responses import ResponseItem, ResponsesBody
+from penstock.shm.messages import ModelCard
 
 
 class PendingResponse:

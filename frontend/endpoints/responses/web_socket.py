@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.frontend.transport.asgi import ABORT_EXTENSION, WORKING_EXTENSION
+from penstock.frontend.endpoints.responses.storage.store import StoredResponse
+from penstock.frontend.transport.asgi import ABORT_EXTENSION, WORKING_EXTENSION, AsgiMessage, Receive, Scope, Send
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, invalid, shorten
 from penstock.frontend.transport.exchange import Exchange
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from penstock.frontend.endpoints.responses.storage.store import StoredResponse
-    from penstock.frontend.transport.asgi import AsgiMessage, Receive, Scope, Send
-
-    Answer = Callable[[Exchange, "Turn"], Awaitable[None]]
+Answer = Callable[[Exchange, "Turn"], Awaitable[None]]
 
 PATH = "/v1/responses"
 MAX_QUEUED = 8

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.generation.failures import backend_unavailable
 from penstock.frontend.generation.models.model_table import unknown_model
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.questions import ask
 from penstock.frontend.schemas.answers import AdapterAnswer
 from penstock.frontend.schemas.utilities import decode_load_adapter, decode_unload_adapter
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-from penstock.shm.client import AdapterChange, clients_of
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import AdapterChange, BackendClient, clients_of
 
 logger = logging.getLogger("penstock.admin")
 
@@ -37,8 +33,15 @@ async def load(exchange: Exchange, context: EndpointContext) -> None:
     done: list[BackendClient] = []
     try:
         for backend in _ready_backends(served):
-            await ask(backend, AdapterChange(body.lora_name, body.lora_path), _LOAD_TIMEOUT_S)
+            try:
+                await ask(backend, AdapterChange(body.lora_name, body.lora_path), _LOAD_TIMEOUT_S)
+            except ApiError as error:
+                if error.kind is ErrorKind.EXPIRED:
+                    done.append(backend)  # it may load the adapter yet
+                raise
             done.append(backend)
+        # Again: another model may have got the name meanwhile. Of two such loads, one or both fail.
+        context.models.check_adapter_name(body.lora_name, served)
     except ApiError:
         for backend in done:
             with contextlib.suppress(ApiError):  # the first error says what is wrong

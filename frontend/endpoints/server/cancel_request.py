@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.generation.failures import backend_unavailable
 from penstock.frontend.generation.questions import ask
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import RequestName, backends_of
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
 
 logger = logging.getLogger("penstock.admin")
 

@@ -11,12 +11,13 @@ import contextlib
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.server.engine_updates import (
     MAX_EVENTS,
     MAX_STEPS,
@@ -27,25 +28,17 @@ from penstock.frontend.endpoints.server.engine_updates import (
     describe_engine,
     describe_sums,
 )
+from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
+from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.sse import EventStream
-from penstock.shm.client import backends_of
+from penstock.shm.client import BackendClient, backends_of
+from penstock.shm.memory.ring import RingReader
 from penstock.shm.recording.events import BackendStarted, unpack_event
 from penstock.shm.recording.live import LiveEngine
-from penstock.shm.recording.live_state import Changes, EngineEvent, StepColumn
+from penstock.shm.recording.live_state import Changes, EngineEvent, LiveRequest, StepColumn
 from penstock.shm.recording.records import unpack
 from penstock.shm.recording.rings import NoRing, open_ring
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ModelKeeper
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
-    from penstock.shm.memory.ring import RingReader
-    from penstock.shm.recording.live_state import LiveRequest
-
 
 logger = logging.getLogger("penstock.engine_view")
 

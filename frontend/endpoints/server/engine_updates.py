@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import Struct, field
 
-from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard
-from penstock.shm.recording.live_state import EngineEvent, StepColumn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from penstock.shm.memory.board import Histogram
-    from penstock.shm.recording.live import LiveEngine
-    from penstock.shm.recording.live_state import LiveRequest, LiveSequence
+from penstock.shm.memory.board import BackendBoard, Board, FrontendBoard, Histogram
+from penstock.shm.recording.live import LiveEngine
+from penstock.shm.recording.live_state import EngineEvent, LiveRequest, LiveSequence, StepColumn
 
 MAX_STEPS = 1000
 """Steps in one event, at most. If there are more, the last ones are sent and the others count as lost."""

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 from urllib.parse import parse_qs
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
+from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.transport.errors import ErrorKind, retry_later, shorten, shutting_down
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import backends_of
 from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ModelKeeper
-    from penstock.frontend.transport.exchange import Exchange
 
 VERSION = importlib.metadata.version("penstock")
 READY_PATH = "/ready"

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.server.health import shown_counters
 from penstock.frontend.telemetry import metrics
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import backends_of
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.transport.exchange import Exchange
 
 
 async def prometheus(exchange: Exchange, context: EndpointContext) -> None:

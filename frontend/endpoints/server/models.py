@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.generation.models.model_table import can_do, names_of
-from penstock.frontend.generation.models.served_model import named_tokens, shown_sampling
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel, named_tokens, shown_sampling
+from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.schemas.answers import ModelStateAnswer
 from penstock.frontend.schemas.utilities import decode_model_command
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import backends_of
 from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.frontend.generation.models.waking import WakingModel
-    from penstock.frontend.transport.exchange import Exchange
 
 _PATH = "/v1/models/"
 _STATES: dict[ModelState, Literal["asleep", "loading", "awake"]] = {

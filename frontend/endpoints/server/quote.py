@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.prompts import encode_prompts, render_chat, truncated
 from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, chat_answer_rules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.failures import backend_unavailable, milliseconds, overloaded, stream_failure
 from penstock.frontend.generation.models.model_table import answering_name, check_model
-from penstock.frontend.generation.request_policy import read_request_policy
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.request_policy import RequestPolicy, read_request_policy
 from penstock.frontend.generation.submission.submit import PreparedRequest, generation_requests, quote_terms
 from penstock.frontend.schemas.answers import QuoteAnswer
-from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, decode_body, decode_chat, decode_completion
+from penstock.frontend.schemas.decoding import SMALL_BODY_BYTES, decode_chat, decode_completion
 from penstock.frontend.transport.errors import ApiError, ErrorKind
+from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.client import BackendUnavailable, Finish, Overloaded
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.transport.exchange import Exchange
 
 
 async def answer_quote(request: PreparedRequest, policy: RequestPolicy, served: ServedModel) -> QuoteAnswer:
@@ -76,9 +72,7 @@ _fields = msgspec.json.Decoder(_Fields)
 
 async def quote(exchange: Exchange, context: EndpointContext) -> None:
     """POST /v1/quote. Raises ApiError, ClientGoneError."""
-    data = await context.read_ahead(exchange)
-    async with exchange.cancelled_on_disconnect():
-        fields = await run_sized(len(data), decode_body, _fields, data)
+    fields = await context.read_ahead(exchange, _fields)
     request, served = await _prepare(exchange, context, fields)
     policy = read_request_policy(exchange, request.body)
     check_model(request.body.model, served.card)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from penstock.frontend.endpoints.context import EndpointContext
+from penstock.frontend.endpoints.routes import Handler
 from penstock.frontend.generation.failures import backend_unavailable
 from penstock.frontend.generation.lingering import ask_for_stream, last_event_id, read_record
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
-from penstock.shm.client import StreamName, StreamQuestion, clients_of
-
-if TYPE_CHECKING:
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.routes import Handler
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import BackendClient
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import BackendClient, StreamName, StreamQuestion, clients_of
 
 _PATH = "/v1/streams/"
 _MAX_ID_CHARACTERS = 128

@@ -6,8 +6,8 @@ An answer starts before the model's reasoning, within it, or after it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
@@ -18,18 +18,14 @@ from penstock.frontend.generation.answer_rules.tool_grammar import (
     select_tool_format,
     with_prefix,
 )
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.parsing.answer_parser import AnswerShape
+from penstock.frontend.parsing.reasoning import ReasoningFormat
+from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.schemas.chat import ChatBody
+from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.transport.errors import invalid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.parsing.reasoning import ReasoningFormat
-    from penstock.frontend.parsing.tool_formats.base import ToolFormat
-    from penstock.frontend.schemas.chat import ChatBody
-    from penstock.frontend.text.tokenizer import ModelTokenizer
-    from penstock.shm.messages import Grammar
+from penstock.shm.messages import Grammar
 
 
 @dataclass(frozen=True, slots=True)

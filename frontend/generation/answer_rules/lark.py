@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _WHITESPACE = r" ?|\n {0,24}"
 """Allowed between the parts of a JSON text: one line or indented, as models write it, and bounded."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
+from penstock.frontend.parsing.tool_formats.base import ParameterLayout
 from penstock.frontend.parsing.tool_formats.parameters import TEXT, resolved, types_of
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.frontend.parsing.tool_formats.base import ParameterLayout
 
 _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 """Keywords that restrict each parameter on its own. One rule per parameter cannot express any other."""

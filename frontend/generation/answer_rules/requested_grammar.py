@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.generation.answer_rules.gbnf import is_gbnf, to_lark
 from penstock.frontend.generation.answer_rules.lark import lenient
 from penstock.frontend.schemas.chat import MAX_SCHEMA_DEPTH, is_shallow
+from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
-
-if TYPE_CHECKING:
-    from penstock.frontend.schemas.generation import GenerationBody
 
 _ANY_OBJECT = Grammar("json_schema", '{"type":"object"}')
 

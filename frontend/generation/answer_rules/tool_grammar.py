@@ -6,23 +6,19 @@ The grammar is in llguidance's Lark (`lark`).
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.generation.answer_rules.lark import MarkedText, json_value, lenient, literal
 from penstock.frontend.generation.answer_rules.parameter_grammar import ParameterGrammar
-from penstock.frontend.schemas.chat import NamedTool
+from penstock.frontend.parsing.reasoning import ReasoningFormat
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
+from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition, NamedTool
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS, Grammar
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.frontend.parsing.reasoning import ReasoningFormat
-    from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
-    from penstock.frontend.parsing.tool_formats.base import ToolFormat
-    from penstock.frontend.schemas.chat import ChatBody, FunctionDefinition
 
 _GAP = "GAP?"
 """Empty lines that most models write after their reasoning."""

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from penstock.frontend.formats.base import Format
+from penstock.frontend.generation.choices.choice import Choice
+from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
 from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError
+from penstock.frontend.transport.exchange import Exchange
 from penstock.frontend.transport.sse import EventNumbers, EventStream
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from penstock.frontend.formats.base import Format
-    from penstock.frontend.generation.choices.choice import Choice
-    from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
-    from penstock.frontend.transport.exchange import Exchange
-
-    Settle = Callable[[bytes], Awaitable[None]]
-    """Awaited with the last part of an answer, before the client can see it."""
+Settle = Callable[[bytes], Awaitable[None]]
+"""Awaited with the last part of an answer, before the client can see it."""
 
 _INLINE_LOGPROBS = 64
 """Tokens with log probabilities per piece; more, such as those of a prompt, are formatted in a thread."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.choices.output_options import OutputOptions
 from penstock.frontend.generation.choices.scored_tokens import named_by_id, score_prompt, score_token, with_own_first
 from penstock.frontend.generation.choices.stop_strings import StopMatcher
+from penstock.frontend.parsing.blocks import ChoiceOutput
 from penstock.frontend.parsing.deltas import Delta, ScoredToken, join_tool_calls
+from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.shm.client import LogprobEntry, TokenBatch, TokenStream
 from penstock.shm.messages import Finish, Keep
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.generation.choices.output_options import OutputOptions
-    from penstock.frontend.parsing.blocks import ChoiceOutput
-    from penstock.frontend.text.tokenizer import ModelTokenizer
-    from penstock.shm.client import LogprobEntry, TokenBatch, TokenStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,27 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.frontend.formats.base import Usage
+from penstock.frontend.generation.choices.choice import Choice
 from penstock.frontend.generation.failures import backend_unavailable, stream_failure, too_late
 from penstock.frontend.parsing.deltas import Delta, with_call_ids
+from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.timings import Timings, prompt_progress
+from penstock.frontend.transport.asgi import Headers
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
-from penstock.shm.client import BackendUnavailable, TokenBatch
+from penstock.frontend.transport.exchange import Exchange
+from penstock.shm.client import BackendUnavailable, Progress, ServingClient, TokenBatch, TokenStream
 from penstock.shm.messages import FailureCode, Finish, Keep
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from penstock.frontend.formats.base import Usage
-    from penstock.frontend.generation.choices.choice import Choice
-    from penstock.frontend.telemetry.request_log import RequestLogEntry
-    from penstock.frontend.transport.asgi import Headers
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import Progress, ServingClient, TokenStream
-
-    Emit = Callable[[Choice, Delta], Awaitable[None]]
+Emit = Callable[[Choice, Delta], Awaitable[None]]
 
 
 class ChoiceRunner:

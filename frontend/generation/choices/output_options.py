@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.answer_rules.requested_grammar import grammar_field
+from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.schemas.completion import CompletionBody
-
-if TYPE_CHECKING:
-    from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
-    from penstock.frontend.parsing.answer_parser import AnswerShape
-    from penstock.frontend.schemas.decoding import AnsweredBody
+from penstock.frontend.schemas.decoding import AnsweredBody
 
 
 @dataclass(frozen=True, slots=True)

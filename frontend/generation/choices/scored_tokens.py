@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from penstock.frontend.parsing.deltas import ScoredToken
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.text.token_bytes import TokenBytes
-    from penstock.shm.client import LogprobEntry
+from penstock.frontend.text.token_bytes import TokenBytes
+from penstock.shm.client import LogprobEntry
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.request_policy import RequestPolicy
 from penstock.shm.client import BackendUnavailable, Overloaded
-
-if TYPE_CHECKING:
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.generation.request_policy import RequestPolicy
 
 
 def check_capacity(served: ServedModel, policy: RequestPolicy, *, may_share: bool) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
+from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-from penstock.shm.messages import PooledKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard, PooledKind
 
 Task: TypeAlias = Literal["generate", "rerank", "score", "pooled", "any"] | PooledKind
 """A task for which an endpoint needs a model.

@@ -5,18 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from penstock.frontend.transport.errors import ErrorKind, retry_later, shorten
-from penstock.shm.client import backends_of
-from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.transport.errors import ApiError
-    from penstock.shm.client import ServingClient
-    from penstock.shm.memory.model_table import ModelTable
+from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shorten
+from penstock.shm.client import ServingClient, backends_of
+from penstock.shm.memory.model_table import ModelState, ModelTable
 
 _LOOK_EVERY_S = 0.05
 _COUNT_EVERY_S = 0.1

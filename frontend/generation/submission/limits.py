@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.schemas.generation import MAX_LOGPROB_CELLS, MAX_PROMPT_LOGPROB_CELLS
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid
-
-if TYPE_CHECKING:
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard
 
 MAX_STOP_TOKENS = 64
 """The same limit as in `penstock.shm.messages.TextHeader`."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.text.input_encoder import EncodedInput, Truncation
+from penstock.frontend.text.pooling_files import PairTemplate, PoolingFiles
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.text.pooling_files import PairTemplate, PoolingFiles
-
-    Name: TypeAlias = Callable[[int], str]
+Name: TypeAlias = Callable[[int], str]
 
 Item: TypeAlias = str | list[int] | tuple[str, str]
 

@@ -6,12 +6,17 @@ import asyncio
 import itertools
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from penstock.frontend.generation.failures import backend_unavailable, expired, overloaded, pooled_failure
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.request_policy import RequestPolicy
+from penstock.frontend.telemetry.request_log import RequestLogEntry
+from penstock.frontend.text.input_encoder import EncodedInput
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
-from penstock.frontend.transport.exchange import PlannedUse
+from penstock.frontend.transport.exchange import Exchange, PlannedUse
 from penstock.shm.client import (
     BackendUnavailable,
     FailureCode,
@@ -19,20 +24,12 @@ from penstock.shm.client import (
     Overloaded,
     PooledFailed,
     PooledRequest,
+    PooledResult,
+    PooledStream,
 )
+from penstock.shm.messages import PooledKind
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.telemetry.request_log import RequestLogEntry
-    from penstock.frontend.text.input_encoder import EncodedInput
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.shm.client import PooledResult, PooledStream
-    from penstock.shm.messages import PooledKind
-
-    Taken = TypeVar("Taken")
+Taken = TypeVar("Taken")
 
 PORTION = 128
 """Inputs of a request that are in the backend at a time: more than a step takes, far fewer than may wait there."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Sequence
-
-    from penstock.frontend.text.pooling_files import Activation
+from penstock.frontend.text.pooling_files import Activation
 
 
 def activated(logits: Sequence[float], activation: Activation) -> list[float]:

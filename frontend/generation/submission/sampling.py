@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.schemas.generation import MAX_BIASES
 from penstock.frontend.transport.errors import invalid
-from penstock.shm.messages import MAX_BREAKER_BYTES, Sampling
-
-if TYPE_CHECKING:
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import MAX_BREAKER_BYTES, ModelCard, Sampling
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 _FORBIDDEN = -100.0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.choices.choice import Choice, ChoicePrompt
-from penstock.frontend.generation.choices.output_options import read_output_options
+from penstock.frontend.generation.choices.output_options import OutputOptions, read_output_options
 from penstock.frontend.generation.failures import backend_unavailable, overloaded
 from penstock.frontend.generation.lingering import terms_of_choice
+from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.request_policy import RequestPolicy
 from penstock.frontend.generation.submission.limits import (
     check_logprobs,
     check_token_id,
@@ -25,22 +28,12 @@ from penstock.frontend.generation.submission.sampling import (
     read_sampling,
 )
 from penstock.frontend.schemas.completion import CompletionBody
+from penstock.frontend.schemas.decoding import AnsweredBody
+from penstock.frontend.schemas.generation import GenerationBody
 from penstock.frontend.transport.errors import invalid
-from penstock.frontend.transport.exchange import PlannedUse
-from penstock.shm.client import BackendUnavailable, GenerationRequest, Overloaded, QuoteTerms
+from penstock.frontend.transport.exchange import PlannedUse, UsageClaim
+from penstock.shm.client import BackendUnavailable, GenerationRequest, Linger, Overloaded, QuoteTerms
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, Constraints
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
-    from penstock.frontend.generation.choices.output_options import OutputOptions
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.generation.request_policy import RequestPolicy
-    from penstock.frontend.schemas.decoding import AnsweredBody
-    from penstock.frontend.schemas.generation import GenerationBody
-    from penstock.frontend.transport.exchange import UsageClaim
-    from penstock.shm.client import Linger
 
 ASSUMED_ANSWER_TOKENS = 1024
 """Tokens reserved for each choice if the request does not limit its answer. Further tokens count as they come."""

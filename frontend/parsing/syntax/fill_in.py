@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.text.spellings import Spellings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from penstock.frontend.text.tokenizer import ModelTokenizer
+from penstock.frontend.text.tokenizer import ModelTokenizer
 
 _FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma, Granite from 3.3

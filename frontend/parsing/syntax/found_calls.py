@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.frontend.parsing.answer_parser import AnswerShape
 from penstock.frontend.parsing.blocks import ChoiceOutput
@@ -22,6 +23,8 @@ from penstock.frontend.parsing.syntax.rendered import (
     NUMBER,
     PROBES,
     TEXT,
+    Arguments,
+    Call,
     Renderings,
     are_shown,
     calls_of,
@@ -35,11 +38,6 @@ from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked, inn
 from penstock.frontend.parsing.tool_formats.minimax import MARK as MINIMAX
 from penstock.frontend.parsing.tool_formats.minimax import MiniMax
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.parsing.syntax.rendered import Arguments, Call
 
 _MAX_TURN_CHARACTERS = 20_000
 _NUMBER = re.compile(r"\d+")

@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from penstock.frontend.parsing.syntax.named_formats import MARKS
-from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER
+from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ToolFormat
 from penstock.frontend.parsing.tool_formats.marked import Marked
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic, keyword_arguments
-from penstock.frontend.schemas.chat import ChatMessage, ContentPart
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, ContentPart, MessageToolCall
 from penstock.frontend.text.chat_template import describe_tool
 from penstock.frontend.text.spellings import own
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.frontend.parsing.tool_formats.base import ToolFormat
-    from penstock.frontend.schemas.chat import ChatBody, ChatTool, MessageToolCall
 
 GENERIC = "generic"
 

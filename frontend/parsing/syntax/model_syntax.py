@@ -3,24 +3,20 @@ configured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.parsing.harmony import CHANNEL, HARMONY
 from penstock.frontend.parsing.reasoning import GRANITE_TAGS, KNOWN_FORMATS, ReasoningFormat
+from penstock.frontend.parsing.syntax.fill_in import FillInTokens
 from penstock.frontend.parsing.syntax.found_calls import find_calls, shows_calls
 from penstock.frontend.parsing.syntax.found_reasoning import find_reasoning
 from penstock.frontend.parsing.syntax.generic_tools import GENERIC, GenericTools, generic_tools
 from penstock.frontend.parsing.syntax.named_formats import FUNCTOOLS, hinted_format, named_format
 from penstock.frontend.parsing.syntax.rendered import Renderings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.frontend.parsing.syntax.fill_in import FillInTokens
-    from penstock.frontend.parsing.tool_formats.base import ToolFormat
-    from penstock.frontend.settings import ReasoningParserName, ToolParserName
-    from penstock.frontend.text.chat_template import ChatTemplate
+from penstock.frontend.parsing.tool_formats.base import ToolFormat
+from penstock.frontend.settings import ReasoningParserName, ToolParserName
+from penstock.frontend.text.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from penstock.frontend.parsing.harmony import CHANNEL, Harmony
 from penstock.frontend.parsing.tool_formats.base import CALL_NUMBER, ParameterLayout, ToolFormat
 from penstock.frontend.parsing.tool_formats.gemma import Gemma
 from penstock.frontend.parsing.tool_formats.marked import CallMarks, Marked
 from penstock.frontend.parsing.tool_formats.pythonic import Pythonic
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 FUNCTOOLS = "functools"
 """Begins calls of Firefunction and Phi-4-mini, before a list."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.frontend.parsing.tool_formats.parameters import common_prefix
 from penstock.frontend.schemas.chat import (
@@ -16,13 +17,8 @@ from penstock.frontend.schemas.chat import (
     FunctionDefinition,
     MessageToolCall,
 )
-from penstock.frontend.text.chat_template import TemplateRefusedError
+from penstock.frontend.text.chat_template import ChatTemplate, TemplateRefusedError
 from penstock.frontend.text.render_budget import INLINE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.text.chat_template import ChatTemplate
 
 THOUGHT, TEXT, QUESTION = "wikitorena", "welabrunto", "wadonefix"
 """Contents that no template writes by itself."""

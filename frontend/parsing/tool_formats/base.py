@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Raw
 
 from penstock.frontend.parsing.json_text import read_json, read_json_string
+from penstock.frontend.parsing.parsed_output import ParsedOutput
 from penstock.frontend.parsing.reader import Malformed, Reader, Reading
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
 
 CALL_NUMBER = "\0"
 """Stands for a number of the model's choice in the texts around a call. No function's name contains it."""
@@ -84,11 +80,9 @@ class ToolFormat(Protocol):
 
     def around(self, name: str) -> tuple[str, str]:
         """Return the texts of a call before and after its arguments."""
-        ...
 
     def read(self, reader: Reader, output: ParsedOutput, functions: Functions, /) -> Reading[None]:
         """Read an answer, or the rest of one, with calls of these functions. Unread text is content."""
-        ...
 
     def new_call_id(self) -> str:
         """Return a random id, so that ids of other requests cannot be guessed."""

@@ -4,19 +4,13 @@ other marks. The templates of Gemma 2 and 3 have no tools."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from penstock.frontend.parsing.json_text import read_json_string
-from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
+from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat, is_function_name
 from penstock.frontend.parsing.tool_formats.parameters import ANY, as_json, json_string
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import Functions
 
 _CALL = "call:"
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 import secrets
 import string
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.frontend.parsing.reader import Malformed
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
 from penstock.frontend.parsing.tool_formats.base import (
     CALL_NUMBER,
+    Functions,
     ObjectKeys,
+    ParameterLayout,
     ToolFormat,
     drop,
     is_function_name,
@@ -23,13 +26,6 @@ from penstock.frontend.parsing.tool_formats.base import (
     read_object_call,
 )
 from penstock.frontend.parsing.tool_formats.parameters import ParameterReader, json_string
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import Functions, ParameterLayout
 
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_.-]+")
 _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_-]+")

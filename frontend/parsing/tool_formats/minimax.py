@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.frontend.parsing.json_text import read_json
-from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
+from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat, is_function_name
 from penstock.frontend.parsing.tool_formats.parameters import TEXT, as_json, json_string, resolved, types_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import Functions
 
 MARK = "]<]minimax[>["
 _CALLS, _CALLS_END = f"{MARK}<tool_call>", f"{MARK}</tool_call>"

@@ -6,21 +6,15 @@ Their types are those of the function's JSON schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.parsing.json_text import repaired_json
-from penstock.frontend.parsing.reader import SPACES, Malformed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import ParameterLayout
-
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import SPACES, Malformed, Reader, Reading
+from penstock.frontend.parsing.tool_formats.base import ParameterLayout
 
 Types = frozenset[str]
 """Names of JSON types. An integer is a number."""

@@ -9,17 +9,12 @@ import contextlib
 import json
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from penstock.frontend.parsing.reader import Malformed
-from penstock.frontend.parsing.tool_formats.base import ToolFormat, is_function_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.parsing.parsed_output import ParsedOutput
-    from penstock.frontend.parsing.reader import Reader, Reading
-    from penstock.frontend.parsing.tool_formats.base import Functions
+from penstock.frontend.parsing.parsed_output import ParsedOutput
+from penstock.frontend.parsing.reader import Malformed, Reader, Reading
+from penstock.frontend.parsing.tool_formats.base import Functions, ToolFormat, is_function_name
 
 _MAX_DEPTH = 32
 _WORD_CHARACTERS = re.compile(r"[-+.\w]+")

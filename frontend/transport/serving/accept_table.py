@@ -7,13 +7,10 @@ only briefly.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import mmap
+from collections.abc import Iterator
 
 from penstock.shm.memory.worker_table import WorkerTable
-
-if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Iterator
 
 MAX_WAITS = 40
 """After leaving this many connections in vain for a worker, others leave it no more until it looks again."""

@@ -6,15 +6,11 @@ import asyncio
 import errno
 import logging
 import select
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable
 
+from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.listening import BACKLOG
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from penstock.frontend.transport.serving.accept_table import AcceptTable
 
 logger = logging.getLogger("penstock.acceptor")
 

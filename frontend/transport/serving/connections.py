@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import resource
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from penstock.frontend.transport.incomplete import Incomplete
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger("penstock.connections")
 
@@ -35,11 +33,9 @@ class Closable(Protocol):
 
     def close_for_another(self) -> None:
         """Close the connection, which is idle or incomplete."""
-        ...
 
     def shutdown(self) -> None:
         """Close the connection without haste, for nobody needs its place; after its answer if it is busy."""
-        ...
 
 
 def raise_fd_limit() -> int:

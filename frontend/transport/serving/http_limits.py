@@ -7,9 +7,11 @@ second request before the first has been answered is not served: the connection 
 
 from __future__ import annotations
 
+import asyncio
 import string
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -17,13 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from penstock.frontend.transport.asgi import ABORT_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
 from penstock.frontend.transport.incomplete import client_network
+from penstock.frontend.transport.serving.connections import Connections
 from penstock.frontend.transport.serving.web_socket import WebSocketConnection, upgrade_head
-
-if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Mapping
-
-    from penstock.frontend.transport.serving.connections import Connections
 
 MAX_HEAD_BYTES = 32 << 10
 """Request line and headers; also everything else that is not body: chunk extensions, trailers."""
@@ -31,6 +28,9 @@ MAX_HEADER_LINES = 100
 HEAD_TIMEOUT_S = 10.0
 UNREAD_BODY_TIMEOUT_S = 10.0
 """How long the rest of a body may take once its request has been answered."""
+LINGER_S = 5.0
+"""How long a refused client may go on sending, to a server that no longer listens to what it says."""
+MAX_LINGER_BYTES = 16 << 20
 
 _UPGRADE_HEADERS = (b"upgrade", b"connection", b"http2-settings")
 _HOST_BYTES = (string.ascii_letters + string.digits + ".-_~:[]%").encode()
@@ -50,6 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._address = b""
         self._closed_to_input = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._num_bytes_to_drop: int | None = None
+        """Bytes that a refused client may still send; None unless the connection lingers."""
         # Request state
         self._head_complete = False
         self._message_complete = True
@@ -99,6 +101,8 @@ class LimitedProtocol(HttpToolsProtocol):
         If the answer has begun without saying so, the client may send another request at once. A close after this
         answer would reset it, and so would a close before the end of the body.
         """
+        if self._num_bytes_to_drop is not None:
+            return  # it ends soon, and needs that time
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         elif self._message_complete and not self.cycle.response_started:
@@ -119,6 +123,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._connections.set_idle(self, self.loop.time())
 
     def data_received(self, data: bytes) -> None:
+        if self._num_bytes_to_drop is not None:
+            self._num_bytes_to_drop -= len(data)
+            if self._num_bytes_to_drop < 0:
+                self.transport.abort()
+            return
         start = 0
         while start < len(data) and not self._closed_to_input and not self.transport.is_closing():
             # At most the remaining limit at a time, so that the parser cannot collect more either.
@@ -263,7 +272,20 @@ class LimitedProtocol(HttpToolsProtocol):
         headers = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *error.headers)
         lines = [b"%b: %b\r\n" % header for header in (*headers, (b"connection", b"close"))]
         self.transport.write(b"".join([STATUS_LINE[error.kind.status], *lines, b"\r\n", body]))
-        self.transport.close()
+        # Others need the place of a client that is slow or too many. TLS waits for the client's end by itself.
+        if error.kind in (ErrorKind.TOO_SLOW, ErrorKind.OVERLOADED) or not self.transport.can_write_eof():
+            self.transport.close()
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Drop what the client still sends, until it closes: to close a socket with unread bytes resets it, and the
+        client could lose its answer."""
+        self._num_bytes_to_drop = MAX_LINGER_BYTES
+        self._deadline = self.loop.call_later(LINGER_S, self.transport.abort)
+        self._connections.set_incomplete(self, self._address, self.loop.time())
+        self.transport.write_eof()
+        self.flow.resume_reading()
 
     def _should_upgrade(self) -> bool:
         """Called by uvicorn when the parser has stopped at headers that ask for another protocol."""

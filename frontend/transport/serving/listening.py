@@ -8,15 +8,12 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.process.failure import fail
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory, private_umask
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG = 2048

@@ -5,26 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
+import ssl
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import uvicorn
 
+from penstock.frontend.transport.asgi import AsgiApp
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.frontend.transport.serving.accept_table import AcceptTable
 from penstock.frontend.transport.serving.acceptor import SharedAcceptor
 from penstock.frontend.transport.serving.connections import MAX_CONNECTIONS, Connections
 from penstock.frontend.transport.serving.http_limits import LimitedProtocol
 from penstock.frontend.transport.serving.tls_handshakes import TlsHandshake
 from penstock.frontend.transport.serving.web_socket import PING_INTERVAL_S, WebSocketConnection
-
-if TYPE_CHECKING:
-    import socket
-    import ssl
-    from collections.abc import Iterator, Sequence
-
-    from penstock.frontend.transport.asgi import AsgiApp
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 KEEP_ALIVE_TIMEOUT_S = 75
 """Longer than load balancers keep connections (60 s is common), so that they never use one that was just closed."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import ssl
+from typing import Any
 
 from uvloop.loop import SSLProtocol  # type: ignore[attr-defined]
 
+from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.incomplete import client_network
+from penstock.frontend.transport.serving.connections import Connections
 from penstock.frontend.transport.serving.http_limits import LimitedProtocol
 from penstock.frontend.transport.serving.tls import HANDSHAKE_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
-
-if TYPE_CHECKING:
-    import ssl
-
-    from penstock.frontend.transport.errors import ApiError
-    from penstock.frontend.transport.serving.connections import Connections
 
 
 class TlsHandshake(SSLProtocol):  # type: ignore[misc]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import httptools
+import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
 
 from penstock.frontend.transport.asgi import ABORT_EXTENSION, WORKING_EXTENSION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import uvicorn
-    from uvicorn.server import ServerState
-
-    from penstock.frontend.transport.serving.connections import Connections
+from penstock.frontend.transport.serving.connections import Connections
 
 WEB_SOCKET_PATHS = (b"/v1/responses",)
 PING_INTERVAL_S = 20.0

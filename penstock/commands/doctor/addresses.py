@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2
 
@@ -12,10 +13,6 @@ from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.cache_directory import cache_directory
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 from penstock.shm.link.listening_address import AddressInUse, CannotListen, check_free
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 _ANSWER_TIMEOUT_S = 2.0
 _MAX_MESSAGE = 200

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 from cyclopts import Parameter
@@ -21,10 +22,8 @@ from penstock.commands.doctor.memory import examine_memory
 from penstock.commands.doctor.model import examine_model
 from penstock.commands.doctor.software import examine_software
 from penstock.commands.doctor.ulimits import examine_ulimits
+from penstock.process.options import from_environment
 from penstock.process.private_directory import default_socket_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _WIDTH_WITHOUT_TERMINAL = 200
 _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.ERROR: "bold red"}
@@ -35,17 +34,19 @@ _STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level
 class DoctorOptions:
     """The options with which the server would be started."""
 
-    model: str | None = None
+    model: Annotated[str | None, from_environment("--model")] = None
     """A directory, a GGUF file or a hub id that shall be served too."""
-    revision: str | None = None
+    revision: Annotated[str | None, from_environment("--revision")] = None
     """Branch, tag or commit of a model on the hub."""
-    gpu: str = "auto"
+    gpu: Annotated[str, from_environment("--gpu")] = "auto"
     """As in `penstock serve`."""
-    socket: Annotated[Path, Parameter(show_default=False)] = field(default_factory=default_socket_path)
+    socket: Annotated[Path, Parameter(show_default=False), from_environment("--socket")] = field(
+        default_factory=default_socket_path
+    )
     """The backend's Unix socket."""
-    host: str = "127.0.0.1"
+    host: Annotated[str, from_environment("--host")] = "127.0.0.1"
     """The address to listen on."""
-    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65_535))] = 8000
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65_535)), from_environment("--port")] = 8000
     """The port to listen on."""
     quick: Annotated[bool, Parameter(negative="")] = False
     """Do not measure the speed of kernels and memory."""

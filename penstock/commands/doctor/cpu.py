@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from penstock.backend.passes.cpu.library.cpu_paths import machine_paths, read_cpu_info, supported_paths
+from penstock.backend.passes.cpu.library.cpu_paths import (
+    CpuInfo,
+    CpuPath,
+    machine_paths,
+    read_cpu_info,
+    supported_paths,
+)
 from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError, find_compiler
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.path_choice import NativeKernels, open_fastest
 from penstock.backend.passes.cpu.path_timing import TIMED_ROWS, product_config, timed_products
 from penstock.commands.doctor.finding import Finding, Level
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from penstock.backend.passes.cpu.library.cpu_paths import CpuInfo, CpuPath
 
 _HIDDEN_SIZE = 2048
 _NUM_HEADS = 1024

@@ -8,22 +8,15 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.budget.memory import cuda_memory
-from penstock.backend.passes.cuda.device.device_choice import choose_device, find_gpus, why_no_gpu
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, cuda_memory
+from penstock.backend.passes.cuda.device.device_choice import Gpu, choose_device, find_gpus, why_no_gpu
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
-    from penstock.backend.passes.cuda.device.device_choice import Gpu
-
 
 _LEAST_DRIVER = {11: "450", 12: "525", 13: "580"}
 """By CUDA's major version."""

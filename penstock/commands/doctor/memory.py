@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, host_memory
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
 
 _MIN_FREE_BYTES = 2_000_000_000
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from penstock.backend.errors import StartupError
-from penstock.backend.kv_cache.budget.memory import host_memory
+from penstock.backend.kv_cache.budget.memory import MemoryInfo, host_memory
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.commands.inspect_model.description import describe_named_model
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.backend.kv_cache.budget.memory import MemoryInfo
 
 
 def examine_model(model: str, revision: str | None) -> Iterator[Finding]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
 from penstock.commands.doctor.finding import Finding, Level
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def examine_software() -> Iterator[Finding]:

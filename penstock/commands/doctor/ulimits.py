@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.kv_cache.budget.memory import control_groups, host_memory
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.commands.doctor.finding import Finding, Level
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MIN_OPEN_FILES = 8192
 """A connection needs one, and a stream of a local client needs some more for its buffers."""

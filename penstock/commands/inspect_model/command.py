@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from cyclopts import Parameter
@@ -20,15 +21,10 @@ from penstock.backend.checkpoint.tensor_files.lora_adapter import WEIGHTS_FILE, 
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
-from penstock.commands.inspect_model.description import describe_named_model
+from penstock.commands.inspect_model.description import ModelDescription, describe_named_model
 from penstock.frontend.generation.models.served_model import describe_ends, describe_sampling
 from penstock.process.failure import fail
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.commands.inspect_model.description import ModelDescription
 
 
 class AdapterDescription(Struct, frozen=True):

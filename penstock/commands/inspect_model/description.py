@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import closing
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -26,25 +26,21 @@ from penstock.backend.checkpoint.hub import resolve_small_files
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.model_names import HubName, parse_model_name
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
-from penstock.commands.inspect_model.config_fields import read_fields
+from penstock.commands.inspect_model.config_fields import Quantization, read_fields
 from penstock.frontend.generation.models.served_model import (
     find_unnamed_ends,
     model_syntax_of,
     named_tokens,
     shown_sampling,
 )
+from penstock.frontend.parsing.reasoning import ReasoningFormat
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.text.tokenizer import ModelTokenizer
-
-if TYPE_CHECKING:
-    from penstock.backend.forward_pass import IBatchedForwardPass, PassSpec
-    from penstock.commands.inspect_model.config_fields import Quantization
-    from penstock.frontend.parsing.reasoning import ReasoningFormat
 
 
 class TensorHeader(NamedTuple):

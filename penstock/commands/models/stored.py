@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.sources.gguf_files import GgufModel, find_gguf_models
+from penstock.backend.checkpoint.sources.gguf_files import GgufModel, find_gguf_models, tag_of
 from penstock.backend.checkpoint.sources.package_index import packages_directory
 from penstock.backend.errors import StartupError
 from penstock.backend.model_names import PACKAGE_PREFIX, HubName, parse_model_name
@@ -87,8 +87,11 @@ def _of_hub() -> Iterator[StoredModel]:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):
         if repository.repo_type == "model" and repository.revisions:
-            # A revision that rm has emptied was modified last.
-            newest = max(repository.revisions, key=lambda revision: (bool(revision.files), revision.last_modified))
+            # A revision that rm has emptied was modified last; two that share their newest blob are as old.
+            newest = max(
+                repository.revisions,
+                key=lambda revision: (bool(revision.files), revision.last_modified, bool(revision.refs)),
+            )
             yield from _of_repository(repository, newest)
 
 
@@ -101,8 +104,7 @@ def _of_repository(repository: CachedRepoInfo, revision: CachedRevisionInfo) -> 
         return
     for model in ggufs:
         others = {file.blob_path for name, file in files.items() if name not in model.files}
-        tag = model.quantization or model.files[0]
-        name = f"{repository.repo_id}:{tag}"
+        name = f"{repository.repo_id}:{tag_of(model, ggufs)}"
         format_ = f"GGUF {model.quantization}".strip()
         paths = _links_and_blobs(repository, model, others)
         yield StoredModel(name, model.num_bytes, format_, repository.repo_path, paths, model)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -15,15 +16,10 @@ from penstock.commands.recorder.history import Life, read_history
 from penstock.commands.recorder.timeline import make_trace
 from penstock.process.failure import fail
 from penstock.process.options import format_size
+from penstock.shm.memory.ring import RingReader, Stretch
 from penstock.shm.recording.file import RecordingError, RecordingWriter, read_recording
 from penstock.shm.recording.live import read_last
 from penstock.shm.recording.rings import NoRing, open_ring
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.shm.memory.ring import RingReader, Stretch
-
 
 _EVERY_S = 0.1
 

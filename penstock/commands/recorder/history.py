@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.shm.messages import PROTOCOL_VERSION
 from penstock.shm.recording.events import BackendStarted, Event, Started, unpack_event
+from penstock.shm.recording.file import Recording
 from penstock.shm.recording.prompts import PromptAssembler, RecordedPrompt
-from penstock.shm.recording.records import Kind
+from penstock.shm.recording.records import Kind, Record
 from penstock.shm.recording.steps import PlanRecord, Row, RowTracker, unpack_plan, unpack_result, unpack_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.shm.recording.file import Recording
-    from penstock.shm.recording.records import Record
 
 
 @dataclass(slots=True)

@@ -6,10 +6,11 @@ names of tracks (M). Times are microseconds since the first record.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from penstock.commands.recorder.history import Life, sequences_of
+from penstock.commands.recorder.history import Life, Step, sequences_of
 from penstock.shm.messages import FailureCode, Finish
 from penstock.shm.recording.events import (
     Arrived,
@@ -22,14 +23,9 @@ from penstock.shm.recording.events import (
     Started,
     StepFailed,
 )
+from penstock.shm.recording.steps import Row
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.commands.recorder.history import Step
-    from penstock.shm.recording.steps import Row
-
-    TraceEvent: TypeAlias = dict[str, Any]
+TraceEvent: TypeAlias = dict[str, Any]
 
 _LOOP, _DEVICE = 1, 2
 _PLAN_WAITS = "executor: plans that wait"

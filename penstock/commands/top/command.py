@@ -11,29 +11,23 @@ import time
 import tty
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import Annotated, Self
 
 import httpx2
 import msgspec
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from penstock.commands.top.frame import CANCEL_HELP, HELP, draw, num_lines_that_fit
-from penstock.commands.top.snapshot import Meter, Sort, describe, sorted_lines
+from penstock.commands.top.snapshot import Line, Meter, Snapshot, Sort, describe, sorted_lines
 from penstock.process.failure import fail
+from penstock.process.options import from_environment
 from penstock.shm.recording.live import LiveEngine
 from penstock.shm.recording.rings import NoRing, open_ring
-
-if TYPE_CHECKING:
-    from types import TracebackType
-    from typing import Self
-
-    from rich.console import RenderableType
-
-    from penstock.commands.top.snapshot import Line, Snapshot
 
 _TIMEOUT_S = 10.0
 _MAX_MESSAGE = 200
@@ -113,8 +107,8 @@ def top(
     sort: Sort = Sort.AGE,
     pid: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     interval: Annotated[float, Parameter(validator=Number(gte=0.1, lte=60.0))] = 1.0,
-    url: str = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, Parameter(show_default=False)] = None,
+    url: Annotated[str, from_environment("--url")] = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, Parameter(show_default=False), from_environment("--admin-key")] = None,
 ) -> None:
     """The command; its help is in `penstock.main`.
 

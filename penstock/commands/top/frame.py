@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.commands.top.snapshot import Sort, sorted_lines
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from penstock.commands.top.snapshot import Line, Snapshot
+from penstock.commands.top.snapshot import Line, Snapshot, Sort, sorted_lines
 
 MAX_TENANTS = 5
 MAX_STEPS = 5

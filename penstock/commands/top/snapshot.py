@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import quantiles
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
-from penstock.shm.recording.live_state import EventKind, Wait
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from typing import Any
-
-    from penstock.shm.recording.events import BackendStarted
-    from penstock.shm.recording.live import LiveEngine
-    from penstock.shm.recording.live_state import EngineEvent, LiveRequest, LiveSequence, StepColumn
+from penstock.shm.recording.events import BackendStarted
+from penstock.shm.recording.live import LiveEngine
+from penstock.shm.recording.live_state import EngineEvent, EventKind, LiveRequest, LiveSequence, StepColumn, Wait
 
 WINDOW_S = 10.0
 

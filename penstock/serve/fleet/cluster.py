@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 MAX_SERVERS = 1024
 

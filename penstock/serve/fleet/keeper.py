@@ -6,15 +6,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.serve.fleet.cluster import ClusterError, Phase
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.serve.fleet.cluster import Cluster, Report, Server
+from penstock.serve.fleet.cluster import Cluster, ClusterError, Phase, Report, Server
 
 UP_WINDOW_S = 10.0
 DOWN_WINDOW_S = 300.0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import ray
@@ -14,9 +15,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.serve.fleet.cluster import ClusterError, Report
 from penstock.serve.fleet.server_process import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _ANSWER_TIMEOUT_S = 2.0
 _ASK_AGAIN_S = 0.2

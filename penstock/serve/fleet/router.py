@@ -9,21 +9,17 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jinja2
 
 from penstock.process.children import find_program
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-from penstock.serve.fleet.cluster import as_targets
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.serve.fleet.cluster import Server
+from penstock.serve.fleet.cluster import Server, as_targets
 
 RouterKind = Literal["haproxy", "nginx"]
 FILES: dict[RouterKind, str] = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}

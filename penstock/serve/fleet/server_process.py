@@ -11,16 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.process.children import stop_with_parent
 from penstock.process.supervisor import module_argv
 from penstock.serve.fleet.cluster import Phase, Report, Server
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _READY = re.compile(r"Ready: http://\S+:(\d{1,5})/v1\s*")
 _CHECK_EVERY_S = 1.0

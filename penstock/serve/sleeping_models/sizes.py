@@ -10,9 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,9 +22,6 @@ from penstock.backend.options import BackendOptions
 from penstock.process.children import stop_with_parent
 from penstock.process.native_libraries import guarded
 from penstock.process.supervisor import describe_end, module_argv
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 PROCESS_BYTES = 300_000_000
 """Memory of a backend on the CPU without weights and cache: torch, the interpreter and the grammar compiler's

@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, TypeGuard
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from penstock.shm.client.capacity import BackendUnavailable, Overloaded
+from penstock.shm.client.replicas.replica_chooser import Replica
 from penstock.shm.client.request import GenerationRequest
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.token_stream import TokenStream
-from penstock.shm.messages import Finish, Sampling
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable, Sequence
-
-    from penstock.shm.client.replicas.replica_chooser import Replica
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.messages import Generate
+from penstock.shm.messages import Finish, Generate, Sampling
 
 logger = logging.getLogger("penstock.client")
 

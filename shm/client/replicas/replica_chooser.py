@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from penstock.shm.client.capacity import HEARTBEAT_LIMIT_S
+from penstock.shm.client.client import BackendClient
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.link.listening_address import holder_pid
 from penstock.shm.memory.board import Board
-from penstock.shm.memory.page_digest import page_names
-from penstock.shm.memory.prefix_table import Owner
-from penstock.shm.messages import Generate, Pool, PromptHeader
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from penstock.shm.client.client import BackendClient
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.page_digest import PageDigest
-    from penstock.shm.memory.prefix_table import PrefixTable
-    from penstock.shm.messages import ModelCard, Request
+from penstock.shm.memory.page_digest import PageDigest, page_names
+from penstock.shm.memory.prefix_table import Owner, PrefixTable
+from penstock.shm.messages import Generate, ModelCard, Pool, PromptHeader, Request
 
 _OPEN = Board.TOTALS + "requests_open"
 _MAX_OVER_MEAN = 1.25

@@ -12,7 +12,9 @@ import contextlib
 import functools
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,22 +23,15 @@ from penstock.shm.client.client import BackendClient
 from penstock.shm.client.connection import Membership
 from penstock.shm.client.replicas.hand_over import HandOver
 from penstock.shm.client.replicas.replica_chooser import Place, Replica, ReplicaChooser
-from penstock.shm.client.replicas.socket_directory import index_of, name_of
+from penstock.shm.client.replicas.socket_directory import SocketDirectory, index_of, name_of
 from penstock.shm.client.request import GenerationRequest
+from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
+from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
 from penstock.shm.link.join import Refused
+from penstock.shm.memory.board import FrontendBoard
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
-from penstock.shm.messages import MAX_ADAPTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-    from pathlib import Path
-
-    from penstock.shm.client.replicas.socket_directory import SocketDirectory
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.client.streams.pooled import PooledRequest, PooledStream
-    from penstock.shm.client.streams.token_stream import AnswerStream, TokenStream
-    from penstock.shm.memory.board import FrontendBoard
-    from penstock.shm.messages import Adapter, ModelCard, QuoteTerms
+from penstock.shm.messages import MAX_ADAPTERS, Adapter, ModelCard, QuoteTerms
 
 logger = logging.getLogger("penstock.client")
 

@@ -6,13 +6,10 @@ import logging
 import os
 import stat
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.shm.link.listening_address import MAX_NAME_BYTES, MAX_PATH_BYTES, NEXT
 from penstock.shm.memory.prefix_table import MAX_REPLICAS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = logging.getLogger("penstock.client")
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Callable
 
 import msgspec
 
-from penstock.shm.messages import BufferRef, ChangeAdapter, FailureCode, Finish, Keep
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import Callable
-
-    from penstock.shm.client.streams.reader_turns import ReaderTurns
-    from penstock.shm.messages import Quote, Request
+from penstock.shm.client.streams.reader_turns import ReaderTurns
+from penstock.shm.messages import BufferRef, ChangeAdapter, FailureCode, Finish, Keep, Quote, Request
 
 
 class OpenStream:

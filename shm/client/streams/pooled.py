@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.client.request import checked, prompt_tokens
 from penstock.shm.client.streams.open_stream import OpenStream
+from penstock.shm.client.streams.reader_turns import ReaderTurns
 from penstock.shm.link.frontend_link import LinkBroken
-from penstock.shm.messages import BufferContent, FailureCode, Finish, Pool, Pooled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.shm.client.streams.reader_turns import ReaderTurns
-    from penstock.shm.messages import ModelCard, PooledKind, VectorPart
+from penstock.shm.messages import BufferContent, FailureCode, Finish, ModelCard, Pool, Pooled, PooledKind, VectorPart
 
 _PLACEHOLDER = bytes(4)
 _PER_TOKEN = frozenset(["token_embed", "token_classify"])

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from collections.abc import Callable
+from typing import Protocol
 
 _LONG_TURN_S = 0.008
 _MIN_READERS = 4

@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
+from penstock.shm.buffers.shared_buffers import SharedBuffers
+from penstock.shm.client.counters import ClientCounters
+from penstock.shm.client.session import Session
+from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.pooled import PooledStream
 from penstock.shm.client.streams.token_stream import LogprobEntry, TokenStream
 from penstock.shm.link.frontend_link import LinkBroken
-from penstock.shm.messages import NO_TOKEN, FailureCode, Finish
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from penstock.shm.buffers.shared_buffers import SharedBuffers
-    from penstock.shm.client.counters import ClientCounters
-    from penstock.shm.client.session import Session
-    from penstock.shm.client.streams.open_stream import OpenStream
-    from penstock.shm.memory.ledger import Ledger
-    from penstock.shm.messages import Adapter, EventLogprobs, PromptLogprobs, StepOutputs, VectorPart
+from penstock.shm.memory.ledger import Ledger
+from penstock.shm.messages import (
+    NO_TOKEN,
+    Adapter,
+    EventLogprobs,
+    FailureCode,
+    Finish,
+    PromptLogprobs,
+    StepOutputs,
+    VectorPart,
+)
 
 _SLICE_EVENTS = 512
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.shm.client.streams.open_stream import OpenStream
-from penstock.shm.messages import FailureCode, Finish
-
-if TYPE_CHECKING:
-    from array import array
-    from collections.abc import AsyncIterator, Callable
-
-    from penstock.shm.client.streams.reader_turns import ReaderTurns
-    from penstock.shm.messages import AskQuote, AskStream, CancelOther, ChangeAdapter, Generate, Progress
+from penstock.shm.client.streams.reader_turns import ReaderTurns
+from penstock.shm.messages import (
+    AskQuote,
+    AskStream,
+    CancelOther,
+    ChangeAdapter,
+    FailureCode,
+    Finish,
+    Generate,
+    Progress,
+)
 
 
 class LogprobEntry(msgspec.Struct, frozen=True, gc=False):

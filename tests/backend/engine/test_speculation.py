@@ -18,9 +18,11 @@ from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser, PromptLookup
 from penstock.backend.sequences.sequence import Sequence
-from penstock.shm.messages import Constraints, Finish, Sampling
+from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
 from tests.backend.harness import Bench, Received, expected_tokens
 from tests.backend.recorded import Recorded
+from tests.backend.structured_output.constrained import ask, compile_all, new_bench, new_compiler
+from tests.backend.structured_output.constrained import text as text_of
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.lora import make_adapter
 from tests.temporary import make_shared_directory
@@ -147,7 +149,7 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
     guesser, text = Guesser(1000), array("i", [1, 2, 3, 4, 5, 6] * 2)
     before = guesser.chances(3)
     for token in [1, 2, 3, 4, 5, 6] * 4:
-        guess = guesser.guess(text)
+        guess = guesser.guess(text, [])
         assert guess[:3] == [(token - 1 + n) % 6 + 1 for n in range(3)]
         assert len(guess) == MAX_GUESSED
         text.append(token)
@@ -155,7 +157,7 @@ def test_guesses_are_trusted_by_how_often_they_came_true() -> None:
     assert all(now > then for now, then in zip(right, before, strict=True))
     for token in range(100, 140):
         text.extend([4, 5, 6])
-        guesser.guess(text)
+        guesser.guess(text, [])
         text.append(token)
     assert guesser.chances(1)[0] < 0.1
 
@@ -178,6 +180,41 @@ def test_drafts_are_made_where_they_cost_little(token_s: float, fixed_s: float, 
     assert (num_drafted > 0.5 * len(bench.executor.batches)) == is_worth_it
     assert is_worth_it or num_drafted < 0.05 * len(bench.executor.batches)
     bench.close()
+
+
+def test_guess_of_the_grammar_goes_before_a_new_one_of_the_text_and_ends_with_it() -> None:
+    guesser, text = Guesser(1000), array("i", [1, 2, 3, 4, 1, 2, 3])
+    assert guesser.guess(text, [7, 8]) == [7, 8]
+    text.append(7)
+    assert guesser.guess(text, []) == [8]
+    text.extend([8, 1, 2, 3])
+    assert guesser.guess(text, [])[:3] == [7, 8, 1]
+    text.append(5)
+    assert guesser.guess(text, [6]) == [6]
+
+
+class Eager(Drafting):
+    """Drafts all guesses."""
+
+    def __init__(self) -> None:
+        super().__init__(StepTiming())
+
+    def _best_count(self, num_rows: int, chances: list[float]) -> int:
+        return len(chances)
+
+
+def test_forced_text_is_drafted_and_changes_no_token() -> None:
+    compiler, answers = new_compiler(), []
+    for drafting in (None, Eager()):
+        bench = new_bench(compiler, drafting=drafting)
+        ask(bench, 0, Grammar("regex", "one and two and [0-9]{4} and three"), 40)
+        compile_all(bench)
+        bench.run_dry()
+        answers.append(text_of(bench, 0))
+        assert (bench.board.drafted_tokens > 0) is (drafting is not None)
+        bench.close()
+    compiler.close()
+    assert answers[0] == answers[1]
 
 
 def _next_of_three(forward_pass: FakePass, batch: StepBatch) -> NDArray[np.float32]:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from penstock.backend.structured_output.compile_grammar import CompiledGrammar
-from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints
+from penstock.backend.structured_output.compile_grammar import CompiledGrammar, compile_grammar, load_tokenizer
+from penstock.backend.structured_output.constraints import ConstraintFailed, SequenceConstraints, forced_tokens
 from penstock.backend.structured_output.grammar_cache import GrammarCache, _copy_of
 from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.backend.structured_output.late_masks import MaskedRow, fill_masks
@@ -226,6 +226,18 @@ def test_panic_of_the_grammar_library_fails_one_sequence_and_other_exceptions_ar
         use()
     assert isinstance(failure.value, KeyboardInterrupt) is isinstance(raised, KeyboardInterrupt)
     assert ("index 7 is out of bounds" in str(failure.value)) is isinstance(raised, Panic)
+
+
+def test_guess_is_the_text_that_the_grammar_forces_and_stops_in_free_text() -> None:
+    tokenizer = load_tokenizer(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+    matcher = compile_grammar(tokenizer, Grammar("json_schema", json.dumps(PERSON)))
+    guesses, tokens = [], list[int]()
+    for part in ('{\n "', 'name": "', "Bo, a: ", "b", '",', '\n "age": '):
+        added = tokenizer.tokenize_str(part)
+        assert matcher.consume_tokens(added)
+        tokens += added
+        guesses.append(tokenizer.decode_str(forced_tokens(matcher, tokenizer, tokens)))
+    assert guesses == ['name": "', "", "", "", '\n "age":', ""]
 
 
 def test_drafts_get_no_masks_if_the_grammar_library_cannot_copy() -> None:

@@ -78,6 +78,7 @@ def test_log_line_is_written_as_json(pipe: tuple[int, int]) -> None:
         "cached_tokens": 2,
         "coalesced": "none",
         "completion_tokens": 11,
+        "total_tokens": 16,
         "max_tokens": 50,
         "ttft_ms": 500.0,
         "prompt_tps": 10.0,

@@ -98,6 +98,22 @@ async def test_hang_up_after_keep_alive_comments_cancels_the_streams(
     assert len(app.exchanges) == 0
 
 
+async def test_comment_that_was_due_as_its_stream_ended_is_not_sent(
+    connect: Callable[..., ClientConnection], backend: FakeBackend
+) -> None:
+    backend.script = silent
+    connection = connect(keep_alive_interval_s=0.0)
+    connection.send(request_bytes("POST", CHAT, {**BODY, "stream": True}))
+    await backend.submitted.wait()
+    await asyncio.sleep(0)
+    (exchange,) = connection.protocol.app.exchanges._open
+    comment = exchange.idle_action()
+    backend.streams[0].push(*token_ids("the"), finish=Finish.LENGTH)
+    assert (await connection.response()).status == 200
+    await comment
+    assert b": keep-alive" not in connection.transport.output
+
+
 LONG = "the cat " * 10_000
 PREPARING: list[tuple[str, dict[str, Any]]] = [
     (CHAT, BODY),

@@ -149,6 +149,21 @@ async def server(backend: FakeBackend, listening: socket.socket) -> AsyncIterato
         await running
 
 
+async def test_refused_client_that_still_sends_reads_its_whole_answer(
+    server: HttpServer, listening: socket.socket
+) -> None:
+    reader, writer = await asyncio.open_connection(*listening.getsockname())
+    writer.write(b"no HTTP\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")  # the answer's head
+    for _ in range(64):  # a server that had closed would reset the connection
+        writer.write(b"x" * (64 << 10))
+        await writer.drain()
+    assert b'"bad_http"' in await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    server.stop()
+
+
 async def test_connection_without_a_request_outlives_idle_ones_when_the_server_stops(
     server: HttpServer, listening: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -305,3 +305,25 @@ async def test_slow_head_is_told_why_it_lost_its_place(
     assert "another connection" in response.error["message"]
     for connection in (slow, *others):
         await connection.end()
+
+
+@pytest.mark.parametrize("sends_much", [False, True])
+async def test_refused_client_may_send_on_for_a_time_and_a_number_of_bytes(
+    backend: FakeBackend, clock: Clock, monkeypatch: pytest.MonkeyPatch, sends_much: bool
+) -> None:
+    connection = ClientConnection(make_app(backend), loop=clock)
+    monkeypatch.setattr(connection.transport, "write_eof", lambda: None)
+    connection.send(b"no HTTP\r\n\r\n")
+    assert (await connection.response()).status == 400
+    if sends_much:
+        connection.send(b"x" * http_limits.MAX_LINGER_BYTES)
+        assert not connection.transport.closed
+        connection.send(b"x")
+    else:
+        clock.advance(http_limits.LINGER_S / 2)
+        connection.send(HEAD + b"\r\n")
+        assert not connection.transport.closed
+        clock.advance(http_limits.LINGER_S / 2)
+    assert connection.transport.aborted
+    assert connection.transport.output.count(b"content-length: ") == 1
+    await connection.end()

@@ -31,7 +31,6 @@ MEASUREMENTS = (
     "embeddings",
     "mask-cost",
     "quantization",
-    "growth",
 )
 NOBODY = "http://127.0.0.1:1"
 
@@ -64,7 +63,7 @@ def test_every_measurement_has_a_help_page_with_its_own_options(name: str, capsy
     shown = shown_by(capsys, name)
     assert f"Usage: penstock bench {name}" in shown
     assert "--json" in shown
-    without_server = ("mask-cost", "quantization", "growth")
+    without_server = ("mask-cost", "quantization")
     assert ("--kv-budget" in shown) is (name not in without_server)
     assert ("--url" in shown) is (name == "load")
     for unknown in ("--port", "--uds", "--dry-run", "--empty-", "[default: ()]"):

@@ -26,11 +26,3 @@ def test_mask_cost_is_measured_over_the_model_vocabulary_and_a_large_one(
             assert 0 < cost[kind]["p50_us"] <= cost[kind]["p99_us"]
     assert [aim["limit"] for aim in run.report["aims"]] == [100.0] * 4
     assert "warm advance" in run.output
-
-
-def test_growth_has_a_row_for_each_number_of_pages_and_tenants(bench: BenchCommand) -> None:
-    run = bench("growth", "--pages", "1,2", "--tenants", "1,3", "--evictions", "9")
-    assert run.status == 0, run.errors
-    found = run.report["sections"]["growth"]
-    assert [(point["tenants"], point["pages"]) for point in found] == [(1, 1000), (1, 2000), (3, 1000), (3, 2000)]
-    assert all(1e3 * point["worst_ms"] >= point["median_us"] > 0 for point in found)

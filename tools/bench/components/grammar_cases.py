@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.shm.messages import Grammar
 from penstock.tools.bench.load_generator.workload import draw_words
-
-if TYPE_CHECKING:
-    import random
 
 
 @dataclass(frozen=True, slots=True)

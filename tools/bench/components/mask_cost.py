@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLTokenizer
+from rich.table import Table
 
-from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, TokenMasks
 from penstock.backend.options import BackendOptions
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.backend.structured_output.compile_grammar import CompiledGrammar
@@ -28,19 +28,13 @@ from penstock.backend.structured_output.grammar_cache import GrammarCache
 from penstock.backend.structured_output.grammar_costs import BadGrammar
 from penstock.backend.structured_output.late_masks import MaskedRow, fill_masks
 from penstock.shm.messages import Constraints, Grammar
-from penstock.tools.bench.components.grammar_cases import CASES
+from penstock.tools.bench.components.grammar_cases import CASES, GrammarCase
 from penstock.tools.bench.components.synthetic_tokenizer import write_tokenizer
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.load_generator.stats import Aim, percentile
 from penstock.tools.bench.options import MEASUREMENT, ReportOptions, SeededRounds
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from penstock.backend.forward_pass import TokenMasks
-    from penstock.tools.bench.components.grammar_cases import GrammarCase
 
 NUM_ROWS = 32
 LARGE_VOCAB_SIZE = 128_000

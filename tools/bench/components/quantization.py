@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.table import Table
 from tokenizers import Tokenizer
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
@@ -31,9 +31,6 @@ from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
 from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, Counts, ReportOptions
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FORMS = {
     "fp32": ("fp32", "none"),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import PassOptions, SamplingParams, ScoredTokens, SlotInit, StepBatch, TokenLogprobs
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.tools.bench.errors import BenchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
 PAGE_TOKENS = 32
 _MAX_TOKENS = 512

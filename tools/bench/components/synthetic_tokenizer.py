@@ -8,13 +8,10 @@ so it serves only readers that work on the bytes of tokens, as grammars do.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 END = "<|end|>"
 _ONSETS = [*"bcdfghjklmnprstvwz", "br", "ch", "cl", "cr", "dr", "fl", "gr", "pl", "pr", "sh", "st", "th", "tr"]

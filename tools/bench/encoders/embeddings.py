@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import uvloop
 from cyclopts import Parameter
+from rich.table import Table
 
 from penstock.tools.bench.encoders.inputs import Batch, InputLength, draw_batches
 from penstock.tools.bench.encoders.library_process import Library, LibraryProcess, library_process
@@ -26,6 +27,7 @@ from penstock.tools.bench.harness.foreign_cpu import ForeignCpu
 from penstock.tools.bench.harness.peers import Peer, Probe
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.harness.server_process import ServerProcess
 from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.bench.load_generator.stats import percentile
 from penstock.tools.bench.load_generator.target import ServerAddress
@@ -37,11 +39,6 @@ from penstock.tools.bench.options import (
     ReportOptions,
     SeededRounds,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from penstock.tools.bench.harness.server_process import ServerProcess
 
 _REPEATED = Parameter(consume_multiple=False, negative="", show_default=False)
 

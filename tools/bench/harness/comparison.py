@@ -6,13 +6,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, WatchedRound
 from penstock.tools.bench.harness.report import make_table, ms
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PENSTOCK = "penstock"
 """Name of our own server among the others."""

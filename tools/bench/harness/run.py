@@ -6,27 +6,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from penstock.backend.errors import StartupError
 from penstock.process.failure import fail
+from penstock.serve.options import ServeOptions
 from penstock.tools.bench.errors import COMMAND, BenchError
 from penstock.tools.bench.harness.peers import Peer, Probe, peer_server
 from penstock.tools.bench.harness.report import BenchReport, check_can_write, make_console
 from penstock.tools.bench.harness.server import BenchServer, bench_server, first_api_key
+from penstock.tools.bench.harness.server_process import ServerProcess
+from penstock.tools.bench.load_generator.stats import Aim
 from penstock.tools.bench.load_generator.target import ServerAddress
 from penstock.tools.processes import exit_on_sigterm
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from rich.table import Table
-
-    from penstock.serve.options import ServeOptions
-    from penstock.tools.bench.harness.server_process import ServerProcess
-    from penstock.tools.bench.load_generator.stats import Aim
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import uvloop
 from cyclopts import Parameter
@@ -29,8 +29,10 @@ from penstock.tools.bench.harness.comparison import (
 from penstock.tools.bench.harness.foreign_cpu import Disturbance, ForeignCpu, WatchedRound
 from penstock.tools.bench.harness.peers import Peer, completion_probe
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.harness.server_process import ServerProcess
 from penstock.tools.bench.load_generator.sending import measure, warm_up
-from penstock.tools.bench.load_generator.target import ServerAddress
+from penstock.tools.bench.load_generator.target import ServerAddress, Target
+from penstock.tools.bench.load_generator.workload import Workload
 from penstock.tools.bench.options import (
     MEASUREMENT,
     AtLeastOne,
@@ -41,11 +43,6 @@ from penstock.tools.bench.options import (
     ReportOptions,
     WarmRounds,
 )
-
-if TYPE_CHECKING:
-    from penstock.tools.bench.harness.server_process import ServerProcess
-    from penstock.tools.bench.load_generator.target import Target
-    from penstock.tools.bench.load_generator.workload import Workload
 
 _REQUESTS_PER_CLIENT = 4
 

@@ -10,28 +10,24 @@ import random
 import signal
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import uvloop
 from cyclopts import Parameter
 from cyclopts.validators import Number
+from rich.table import Table
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.harness.server import BenchServer
 from penstock.tools.bench.load_generator.http_client import ConnectionBroken
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, BenchServerOptions, ReportOptions, SeedOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from rich.table import Table
-
-    from penstock.tools.bench.harness.server import BenchServer
-    from penstock.tools.bench.load_generator.target import Target
 
 _CONNECT_TIMEOUT_S = 60.0
 

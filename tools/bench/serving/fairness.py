@@ -10,24 +10,20 @@ import asyncio
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import uvloop
+from rich.table import Table
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.harness.server import BenchServer
 from penstock.tools.bench.load_generator.sending import run_all, send_one
 from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome, percentile, ttfts_s
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
 from penstock.tools.bench.options import MEASUREMENT, AtLeastOne, BenchServerOptions, LengthRange, ReportOptions
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from penstock.tools.bench.harness.server import BenchServer
-    from penstock.tools.bench.load_generator.target import Target
 
 _KEYS = ("bench-flood", "bench-short")
 _MAX_TTFT_RATIO = 3.0

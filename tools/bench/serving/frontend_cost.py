@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import uvloop
+from rich.table import Table
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import measurement_run
+from penstock.tools.bench.harness.server import BenchServer
 from penstock.tools.bench.load_generator.sending import measure, warm_up
+from penstock.tools.bench.load_generator.stats import LoadSummary
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Lengths, Workload
 from penstock.tools.bench.options import (
     MEASUREMENT,
@@ -20,13 +23,6 @@ from penstock.tools.bench.options import (
     SeededRounds,
 )
 from penstock.tools.processes import process_use, threads_use
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from penstock.tools.bench.harness.server import BenchServer
-    from penstock.tools.bench.load_generator.stats import LoadSummary
-    from penstock.tools.bench.load_generator.target import Target
 
 NUM_STREAMS = 64
 _PROMPT_TOKENS = Lengths(32, 32)

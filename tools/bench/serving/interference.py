@@ -14,17 +14,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import uvloop
+from rich.table import Table
 
 from penstock.backend.passes.cuda.device.device_choice import choose_device
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.counters import backend_counters
 from penstock.tools.bench.harness.report import make_table
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
+from penstock.tools.bench.harness.server import BenchServer
 from penstock.tools.bench.load_generator.sending import follow, send_one
 from penstock.tools.bench.load_generator.stats import Aim, ObservedRequest, Outcome, percentile
+from penstock.tools.bench.load_generator.target import Target
 from penstock.tools.bench.load_generator.workload import Lengths, PlannedRequest, Workload
 from penstock.tools.bench.options import (
     MEASUREMENT,
@@ -34,12 +36,6 @@ from penstock.tools.bench.options import (
     ReportOptions,
     SeededRounds,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from penstock.tools.bench.harness.server import BenchServer
-    from penstock.tools.bench.load_generator.target import Target
 
 NUM_STREAMS = 8
 _CYCLES = 4

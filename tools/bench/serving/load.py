@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import uvloop
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.run import MeasurementRun, measurement_run
 from penstock.tools.bench.load_generator.sending import measure, warm_up
+from penstock.tools.bench.load_generator.stats import LoadSummary
+from penstock.tools.bench.load_generator.target import ReadyState, ServerAddress, Target
+from penstock.tools.bench.load_generator.workload import Workload
 from penstock.tools.bench.options import (
     MEASUREMENT,
     AtLeastOne,
@@ -30,11 +33,6 @@ from penstock.tools.bench.options import (
     TrafficOptions,
 )
 from penstock.tools.bench.serving.bursts import measure_bursts
-
-if TYPE_CHECKING:
-    from penstock.tools.bench.load_generator.stats import LoadSummary
-    from penstock.tools.bench.load_generator.target import ReadyState, ServerAddress, Target
-    from penstock.tools.bench.load_generator.workload import Workload
 
 _OPEN_LOOP_REQUESTS = 64
 _REQUESTS_PER_CLIENT = {"plain": 4, "storm": 16}

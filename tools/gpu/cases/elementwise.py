@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT
 from penstock.backend.passes.cpu.in_torch.paged_cache import quantise_q8_0
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import copy_pages
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.step.step_rows import RowArrays as Rows
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.check import Check, check_of, require, require_close, require_same_bits, require_within
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from penstock.backend.passes.cuda.device.launcher import BOX_COLUMNS, Kernel, Launcher, TensorMap
+from penstock.backend.passes.cuda.device.launcher import BOX_COLUMNS, Argument, Kernel, Launcher, TensorMap
 from penstock.tools.gpu.cases.check import require_close, require_same_bits
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.launcher import Argument
 
 SOURCE = Path(__file__).with_name("ptx_wrappers.cu")
 HOPPER_SOURCE = Path(__file__).with_name("hopper_wrappers.cu")

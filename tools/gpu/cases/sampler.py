@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.backend.forward_pass import FROM_SLOT, SamplingParams, SlotInit, StepBatch, TokenMasks
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
 from penstock.backend.sampling.sampler import HostSampling
 from penstock.tools.gpu.cases.check import require
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 POISON = -77
 MAX_LISTED = 1 << 14

@@ -3,11 +3,12 @@ sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SlotArrays
@@ -17,11 +18,6 @@ from penstock.tools.gpu.cases import sampler
 from penstock.tools.gpu.cases.check import Check, check_of, require, require_close
 from penstock.tools.gpu.cases.elementwise import DTYPES
 from penstock.tools.gpu.cases.sampler import CPU, POISON, random_logits
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 def report(

@@ -8,24 +8,19 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cuda import kernel_manifest
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.cubin_cache import cubin_name, write_cubin
 from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
-from penstock.backend.passes.cuda.device.launcher import KernelFailed, group_by_module
+from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed, group_by_module
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu.cases import ptx_wrappers as wrappers
 from penstock.tools.gpu.cases.attention import choices
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.results import Results
 
 _MAX_WORKERS = 12
 _REGISTERS_OF_A_MULTIPROCESSOR = 65_536

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.process.children import stop_with_parent
 from penstock.tools.gpu.cases.attention.choices import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
@@ -27,11 +28,6 @@ from penstock.tools.gpu.devices.device_context import open_device_context
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
 from penstock.tools.gpu.environment import device_fault
 from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 _ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
 _DEVICE_LOST = 3

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import PassOptions, PooledRows, StepBatch
 from penstock.backend.passes.encoder import cuda_loading as loading
@@ -15,15 +16,9 @@ from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.spec import make_spec
 from penstock.backend.passes.encoder.torch_ops import TorchEncoderOps
 from penstock.tools.gpu.cases.check import require, require_within
+from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.gpu.results import Results
 from penstock.tools.random_weights import SMALL_BERT, RandomEncoderWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
 
 LENGTHS = (1, 16, 75, 150, 33, 250, 7)
 _DISTANCE = {"fp32": 1e-5, "bf16": 1e-3}

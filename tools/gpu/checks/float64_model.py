@@ -5,20 +5,17 @@ It shares no code with the passes. tests/tools/gpu/test_float64_model.py compare
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, RopeConfig
-    from penstock.backend.passes.ops.interface import Weights
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, RopeConfig
+from penstock.backend.passes.ops.interface import Weights
 
 
 class Float64Model:

@@ -1,38 +1,32 @@
 """The section "invariance": a row's bits do not depend on the other rows in our kernels, in products in blocks, and in
 whole passes with `--deterministic`.
 
-The sections end-to-end and unsplit measure what independence costs.
+The section end-to-end measures what independence costs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.passes.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.cases.catalogue import invariance_checks
 from penstock.tools.gpu.checks.correctness import run_checks
-from penstock.tools.gpu.devices.device_context import open_device_context
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
 from penstock.tools.gpu.devices.steps import Steps
+from penstock.tools.gpu.results import Results
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, RandomWeights, weight_shapes
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
-
-    Ids = NDArray[np.int32]
+Ids = NDArray[np.int32]
 
 _PAGE_TOKENS = 32
 _WHOLE = 1 << 30

@@ -6,15 +6,12 @@ The kernels' own checks leave torch on the CPU, where other code multiplies.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
 
 from penstock.tools.gpu.cases.products import quantized, rounded
-
-if TYPE_CHECKING:
-    import torch
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.gpu.results import Results
 
 SHAPES = ((2064, 4096, 300), (4096, 1096, 2048))
 """Outputs, inputs and rows."""

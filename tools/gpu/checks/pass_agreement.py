@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
+from penstock.backend.checkpoint.config.decoder_config import ClampedGate, DecoderConfig, Experts
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, PooledRows, ScoredTokens
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, DeviceRows, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
@@ -22,16 +23,10 @@ from penstock.backend.passes.decoder.spec import WeightsWithHead
 from penstock.tools.gpu.cases.check import require, require_within
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 from penstock.tools.gpu.checks.float64_model import Float64Model
+from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.gpu.devices.steps import Steps, generate, launch
+from penstock.tools.gpu.results import Results
 from penstock.tools.random_weights import TINY_FAMILY, QuantizedRandomWeights, RandomWeights
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import DeviceRows
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
 
 _ROWS, _PROMPT_TOKENS, _NEW_TOKENS, _PAGE_TOKENS, _PAGES = 5, 37, 12, 16, 5
 _SIZES = StepSizes(max_rows=_ROWS, max_tokens=256, max_context_tokens=_PAGE_TOKENS * _PAGES)

@@ -8,21 +8,16 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
-from typing import TYPE_CHECKING
 
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.tools.gpu.cases.catalogue import small_checks, small_wgmma_checks
+from penstock.tools.gpu.cases.check import Check
 from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.results import DEADLINE_VARIABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.tools.gpu.cases.check import Check
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results
 
 _SEARCH_PATHS = (
     "/usr/local/cuda/bin/compute-sanitizer",

@@ -8,20 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
-from penstock.shm.buffers.cuda_driver import open_device
+from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 from penstock.tools.gpu.cases.check import require
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.shm.buffers.cuda_driver import DriverDevice
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.gpu.results import Results
 
 PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.shared_blocks")
 REFUSED_STATUS = 3

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,20 +20,14 @@ from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.shm.buffers.cuda_driver import DriverDevice, open_device
 from penstock.shm.buffers.cuda_ipc import BLOCK_BYTES, ExportedDeviceMemory, ImportedDeviceMemory
-from penstock.shm.buffers.device_api import DeviceError, DeviceRow
+from penstock.shm.buffers.device_api import DeviceApi, DeviceError, DeviceRow, OpenDevice
 from penstock.shm.buffers.host_memory import PageLock
 from penstock.shm.memory import region
 from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
 from penstock.tools.gpu.checks.shared_blocks import REFUSED_STATUS, check_shared_blocks, run_peer
 from penstock.tools.gpu.devices.caches import cache_shape, make_page_copier
-from penstock.tools.gpu.devices.device_context import open_device_context
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.shm.buffers.device_api import DeviceApi, OpenDevice
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
+from penstock.tools.gpu.results import Results
 
 _PEER = (sys.executable, "-m", "penstock.tools.gpu.checks.sharing")
 

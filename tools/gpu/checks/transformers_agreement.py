@@ -7,21 +7,18 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.tools.gpu.cases.check import require
+from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.gpu.devices.steps import generate
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
+from penstock.tools.gpu.results import Results
 
 _NEEDED = ("transformers", "msgspec")
 """Packages that the pass imports and this check otherwise does not need."""

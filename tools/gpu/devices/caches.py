@@ -5,21 +5,16 @@ Zeros would draw less power, and random bits may be NaN.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
-    from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.gpu.devices.device_context import DeviceContext
 
 _PIECE_BLOCKS = 1 << 14
 _SCALE = 0.02

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.kernel_choices import (
     CONSTANTS,
     KernelChoices,
@@ -21,24 +22,18 @@ from penstock.backend.passes.cuda.device.kernel_choices import (
 from penstock.tools.gpu.devices.timing import Clock, GpuClock
 from penstock.tools.gpu.results import CHOICES_VARIABLE
 
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.device import Device
-
 
 class MemoryCounter(Protocol):
     """The device's memory use in bytes."""
 
     def reset_peak(self) -> None:
         """Free torch's unused memory, and count the peak from now on."""
-        ...
 
     def peak_bytes(self) -> int:
         """Peak memory of torch's tensors since `reset_peak`."""
-        ...
 
     def free_bytes(self) -> int:
         """Free memory of the whole device, all processes considered."""
-        ...
 
 
 class GpuMemoryCounter:

@@ -7,17 +7,14 @@ beyond them. torch runs nothing on the GPU, so the sanitizer watches our kernels
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.cuda.device.driver_launch import LaunchRefused
-from penstock.backend.passes.cuda.device.launcher import KernelFailed, TensorMap
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
+from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel, KernelFailed, TensorMap
 
 _DEFAULT_STREAM = 0
 _TO_DEVICE, _TO_HOST = 1, 2

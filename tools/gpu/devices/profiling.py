@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._autograd import DeviceType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,6 @@ class KernelRun:
 class Profiler(Protocol):
     def runs(self, work: Callable[[], object]) -> list[KernelRun]:
         """Run the work, wait for the device, and return what ran there, in order."""
-        ...
 
 
 class GpuProfiler:

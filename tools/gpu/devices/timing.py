@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _ROUNDS = 5
 _MIN_REPLAY_US = 2_000.0
@@ -23,11 +21,9 @@ class Clock(Protocol):
 
         variants do the same work on different buffers, which together should be larger than the L2 cache.
         """
-        ...
 
     def once_us(self, work: Callable[[], object]) -> float:
         """Device time in microseconds of work that cannot be repeated. Launching it must take the host under 5 ms."""
-        ...
 
 
 class GpuClock:

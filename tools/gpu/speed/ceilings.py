@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,12 +12,8 @@ from penstock.backend.passes.cuda.device.link_probe import measure_link
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import HostPool
 from penstock.tools.gpu.devices.caches import cache_shape, make_page_copier
-from penstock.tools.gpu.devices.device_context import open_device_context
-
-if TYPE_CHECKING:
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
-
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
+from penstock.tools.gpu.results import Results
 
 _LLAMA_PAGES = CacheLayout(32, 256, 32, 8, 128, "bf16")
 """The pages of a Llama 8B, 1 GB."""

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.forward_pass import PendingOutput
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, make_layout, plan_spec
 from penstock.tools.gpu.devices.caches import fill_cache
-from penstock.tools.gpu.devices.device_context import open_device_context
-from penstock.tools.gpu.devices.profiling import GpuProfiler
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
+from penstock.tools.gpu.devices.profiling import GpuProfiler, Profiler
 from penstock.tools.gpu.devices.steps import Steps, launch, step_us
+from penstock.tools.gpu.results import Results
 from penstock.tools.gpu.speed import attribution
 from penstock.tools.gpu.speed.engine_runs import LLAMA_ENGINE, QWEN_ENGINE, EnginePlan, measure_engine
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, RandomWeights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import PendingOutput
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.devices.profiling import Profiler
-    from penstock.tools.gpu.results import Results
 
 PAGE_TOKENS = 32
 _SPARE_TOKENS = 64

@@ -6,26 +6,21 @@ import gc
 import select
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor
+from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
+from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
+from penstock.backend.scheduling.step_plan import Plan
 from penstock.process.garbage_collection import resume_collection
 from penstock.shm.link.events import Submission
-from penstock.shm.messages import Finish, Generate, Sampling
+from penstock.shm.messages import EventLogprobs, Failure, Finish, Generate, Progress, Sampling, Started
 from penstock.tools.engine_rig import DroppingLink, EngineRig, RigSizes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
-    from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
-    from penstock.backend.scheduling.step_plan import Plan
-    from penstock.shm.messages import EventLogprobs, Failure, Progress, Started
 
 _GREEDY = Sampling(temperature=0.0)
 _WAIT_S = 5.0

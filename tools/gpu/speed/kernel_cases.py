@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import Experts
 from penstock.backend.forward_pass import SamplingParams, SlotInit
@@ -27,12 +27,8 @@ from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import ExpertWeights, HeadShape
 from penstock.tools.gpu.cases.products.quantized import FORMS, random_weight
 from penstock.tools.gpu.devices.caches import fill_cache
+from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.random_weights import LLAMA_8B
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
 
 PAGE_TOKENS = 32
 LLAMA_HEADS = HeadShape(LLAMA_8B.num_heads, LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim)

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import itertools
 import sys
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.tools.gpu.devices.device_context import open_device_context
-from penstock.tools.gpu.results import is_wanted
-from penstock.tools.gpu.speed.kernel_cases import KernelSizes, kernel_cases
+from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
+from penstock.tools.gpu.results import Results, is_wanted
+from penstock.tools.gpu.speed.kernel_cases import KernelCase, KernelSizes, kernel_cases
 from penstock.tools.gpu.speed.row_product_cases import row_product_cases
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.results import Results
-    from penstock.tools.gpu.speed.kernel_cases import KernelCase
 
 _WARM_UPS, _PROFILED = 2, 3
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
-from penstock.tools.gpu.speed.kernel_cases import PAGE_TOKENS, KernelCase, PreparedCase
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from penstock.tools.gpu.devices.device_context import DeviceContext
-    from penstock.tools.gpu.speed.kernel_cases import KernelSizes
+from penstock.tools.gpu.devices.device_context import DeviceContext
+from penstock.tools.gpu.speed.kernel_cases import PAGE_TOKENS, KernelCase, KernelSizes, PreparedCase
 
 
 def row_product_cases(sizes: KernelSizes) -> list[KernelCase]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert, shorten
+from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 from penstock.backend.checkpoint.formats.methods.awq import Awq
 from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.formats.methods.settings import LM_HEAD, GroupSize, Names, inputs_per_group, one_of
 from penstock.backend.checkpoint.formats.module_names import is_target
 from penstock.backend.checkpoint.formats.numbers.integers import INTEGER_BITS
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
-
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 
 _PLAIN_BITS = 16
 _LAYOUTS = ("auto_round:auto_gptq", "auto_round:gptq", "auto_gptq", "auto_round:auto_awq", "auto_round:awq", "auto_awq")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
@@ -18,9 +19,6 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     UnreadableMatrixError,
     check_multiple,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _BLOCK = 64
 """Numbers that share a scale in the 4-bit formats."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.formats.matrix_format import (
     FLOATS,
@@ -27,9 +27,6 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
 )
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS, Int8Weight, QuantizedWeight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

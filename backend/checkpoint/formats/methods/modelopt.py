@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from penstock.backend.checkpoint.files.json_file import convert
+from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 from penstock.backend.checkpoint.formats.methods.settings import Names, one_of
 from penstock.backend.checkpoint.formats.module_names import is_excluded, is_target
 from penstock.backend.checkpoint.formats.numbers.float4 import Nvfp4
 from penstock.backend.checkpoint.formats.numbers.float8 import Float8
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.formats.matrix_format import MatrixFormat
 
 _NVFP4 = Nvfp4("modelopt", "weight", "weight_scale_2", multiplies=True)
 _MATRICES: dict[str, MatrixFormat] = {

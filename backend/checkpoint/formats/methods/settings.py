@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 from msgspec import Meta
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.module_names import is_excluded
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 T = TypeVar("T")
 

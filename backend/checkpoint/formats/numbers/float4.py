@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.formats.matrix_format import (
     MatrixFormat,
@@ -24,9 +25,6 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_GROUP_SIZE,
     Mxfp4Weight,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NV_BLOCK = 16
 _E8M0_BIAS = 127

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from penstock.backend.checkpoint.formats.matrix_format import FLOATS, MatrixFormat, Part, UnreadableMatrixError
+from penstock.backend.checkpoint.formats.matrix_format import (
+    FLOATS,
+    MatrixFormat,
+    Part,
+    Parts,
+    Shape,
+    UnreadableMatrixError,
+)
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form, Float8Weight
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form, Float8Weight
-from penstock.backend.checkpoint.formats.matrix_format import Parts, Shape
 
 SCALES = (*FLOATS, "F8_E8M0")
 """E8M0 holds powers of two only."""

@@ -6,23 +6,26 @@ from GGML's reference code: all products are exact there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
     MatrixFormat,
     Part,
+    Parts,
     Shape,
     UnreadableMatrixError,
     check_multiple,
     row_blocks,
 )
 from penstock.backend.checkpoint.formats.numbers.float4 import Mxfp4
-from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CODEBOOK_TYPES, read_iq3_s
+from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CODEBOOK_TYPES, CodedNumbers, read_iq3_s
 from penstock.backend.checkpoint.formats.numbers.integers import int4_form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
@@ -33,18 +36,11 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
     GroupedWeight,
     Int4Weight,
+    QuantizedWeight,
+    SimpleWeight,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.formats.matrix_format import Parts
-    from penstock.backend.checkpoint.formats.numbers.ggml_codebooks import CodedNumbers
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, SimpleWeight
 
 _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256

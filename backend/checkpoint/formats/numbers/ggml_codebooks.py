@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import base64
 import zlib
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+from torch import Tensor
 
 _BLOCK = 256
 _DELTA = 0.125

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.passes.cpu.in_torch.query_tiles import ONE_BY_ONE
-from penstock.backend.passes.cpu.in_torch.torch_experts import product_by_product
+from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
-    from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
+from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
 
 _TILE_ROWS = 16
 

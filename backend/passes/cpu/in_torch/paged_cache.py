@@ -5,24 +5,18 @@ Pages have one of several KV dtypes. A page of all layers is copied to bytes for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.passes.ops.interface import PageParts
-
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, PageParts
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -34,23 +28,18 @@ class KvPages(Protocol):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All memory of this cache."""
-        ...
 
     def write(self, pages: Tensor, offsets: Tensor, heads: Tensor) -> None:
         """Store heads [T, num_kv_heads, head_dim]; token t goes to offset offsets[t] of page pages[t]."""
-        ...
 
     def clear(self, pages: Tensor) -> None:
         """Zero these pages."""
-        ...
 
     def copy(self, source: int, destination: int, num_tokens: int) -> None:
         """Copy the first num_tokens of a page to another, and zero the rest of that page."""
-        ...
 
     def read(self, pages: Tensor) -> Tensor:
         """[num_kv_heads, *pages.shape, page_size, head_dim] fp32."""
-        ...
 
 
 class _Pages:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

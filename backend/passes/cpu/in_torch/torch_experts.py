@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.backend.checkpoint.config.decoder_config import Experts
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
-from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.backend.checkpoint.config.decoder_config import Experts
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
-    from penstock.backend.passes.ops.interface import ExpertWeights
+from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
+from penstock.backend.passes.ops.interface import ExpertWeights
 
 _ALIGNMENT_BYTES = 16
 """Alignment of the rows of both operands of torch._grouped_mm."""

@@ -7,13 +7,10 @@ Torch's own compiler emits the two operators used here; on a build without them,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _BATCH_HINT = 32
 """The number of rows that oneDNN optimises the layout for. Measured over 1 … 512 rows: 32 is the best, or within noise

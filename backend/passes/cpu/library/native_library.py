@@ -39,6 +39,8 @@ COMPILED_DIR = Path(__file__).parents[1] / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
 ABI = 19
 
+_UNTIL_END_OF_INPUT = 'exec 3<&0; { read -r _ <&3; kill 0; } & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
+"""Runs a command, and ends its process group when the input's other end closes."""
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-w")
 """Without contraction: GCC would fuse a product and a sum in some copies of a loop and not in others, so a row's bits
 would depend on the rows beside it. Where they are to be fused, the source says so."""
@@ -202,12 +204,25 @@ def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
 
 
 def _run_compiler(command: list[str]) -> None:
+    """The compiler's own processes end with this one, however it ends."""
+    read_end, write_end = os.pipe()
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+        result = subprocess.run(
+            ["/bin/sh", "-c", _UNTIL_END_OF_INPUT, "sh", *command],
+            stdin=read_end,
+            process_group=0,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise LibraryUnavailableError(f"{command[0]} took over {_COMPILE_TIMEOUT_S:.0f} s") from error
     except OSError as error:
         raise LibraryUnavailableError(f"{command[0]} cannot be started: {error}") from error
+    finally:
+        os.close(read_end)
+        os.close(write_end)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line]
         raise LibraryUnavailableError(f"{command[0]} failed: {errors[0] if errors else result.returncode}")

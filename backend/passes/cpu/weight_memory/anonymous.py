@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cpu.library.native_structs import Linear
+from penstock.backend.passes.cpu.library.native_structs import Linear
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -25,15 +23,12 @@ class WeightMemory(Protocol):
 
     def give_form_to(self, linear: Linear) -> None:
         """Copy the packing of the linear from filled memory; otherwise change nothing."""
-        ...
 
     def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
         """Return uint8 [num_bytes], at a multiple of 64 bytes. linear describes how a linear is packed."""
-        ...
 
     def used(self) -> list[Tensor]:
         """The used part of each mapping, as uint8."""
-        ...
 
 
 class AnonymousMemory:

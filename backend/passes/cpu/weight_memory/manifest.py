@@ -6,16 +6,13 @@ before it is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 
-from penstock.backend.passes.cpu.library.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Packing
+from penstock.backend.passes.cpu.library.native_structs import MAX_WEIGHT_PARTS, PANEL, UNIT, Linear, Packing
 from penstock.backend.passes.shared_weights import sealed_manifest
 from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, num_blocks
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cpu.library.native_structs import Linear
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 

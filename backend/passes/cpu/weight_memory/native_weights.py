@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import Experts as ExpertSettings
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
@@ -16,6 +16,8 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
+    QuantizedWeight,
+    SimpleWeight,
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
@@ -27,13 +29,8 @@ from penstock.backend.passes.cpu.library.native_structs import (
     Minima,
     Packing,
 )
-from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
-
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.decoder_config import Experts as ExpertSettings
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight, SimpleWeight
-    from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
-    from penstock.backend.passes.ops.interface import ExpertWeights
+from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory, WeightMemory
+from penstock.backend.passes.ops.interface import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)

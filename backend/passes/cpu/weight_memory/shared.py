@@ -10,39 +10,38 @@ import mmap
 import os
 import random
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, packed_linears, weight_bytes
 from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.checksum import block_sum
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.cpu.library.cpu_paths import CpuPath
+from penstock.backend.passes.cpu.library.native_structs import Linear
 from penstock.backend.passes.cpu.weight_memory.anonymous import aligned, request_huge_pages
 from penstock.backend.passes.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight, read_manifest
-from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, block_place, changed, num_blocks
+from penstock.backend.passes.shared_weights.blocks import (
+    SharedWeightsError,
+    WeightStore,
+    block_place,
+    changed,
+    num_blocks,
+)
 from penstock.backend.passes.shared_weights.packed_file import PackedFile
 from penstock.backend.passes.shared_weights.sealed_manifest import DATA_PLACE, finish
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.shm.memory.fd_mailbox import FdMailbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.forward_pass import PassOptions
-    from penstock.backend.passes.cpu.library.cpu_paths import CpuPath
-    from penstock.backend.passes.cpu.library.native_structs import Linear
-    from penstock.backend.passes.shared_weights.blocks import WeightStore
-
 
 logger = logging.getLogger("penstock.backend")
 

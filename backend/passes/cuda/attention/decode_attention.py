@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.kernel_limits import (
     HEAD_DIMS,
@@ -26,9 +26,6 @@ from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, Kernel
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, int32
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.ops.interface import supports_q8_0
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NUM_WARPS = 4
 """Warps of a block. They take a chunk's tiles in turn."""

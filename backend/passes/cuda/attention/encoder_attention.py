@@ -8,18 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.prefill_attention import cut_tiles, query_rows, shared_bytes
 from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 ENCODER_HEAD_DIMS = (32, 64)
 """Head sizes of nearly all published encoders."""

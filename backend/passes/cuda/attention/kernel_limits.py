@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, supports_q8_0
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 
 MAX_CONTEXT_TOKENS = 1 << 24
 SHORTEST_SEGMENT_TOKENS = 2048

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.kernel_limits import (
     HEAD_DIMS,
@@ -29,13 +30,8 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import supports_q8_0
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.step.step_rows import RowArrays
 
 WGMMA_CAPABILITY = (9, 0)
 """Compute capability of the GPUs that have a kernel with products of warpgroups."""

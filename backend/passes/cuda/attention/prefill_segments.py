@@ -7,20 +7,18 @@ the device. A row's bits are the same either way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.kernel_limits import (
     ENOUGH_BLOCKS,
     MAX_CONTEXT_TOKENS,
     segment_starts,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
 
 _WHOLE = -1
 """Replaces a segment's first position: the tile's block goes through all segments."""

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import require
 from penstock.backend.passes.cuda.attention.prefill_attention import MAX_TILES, PrefillAttention
-from penstock.backend.passes.cuda.attention.prefill_segments import whole_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
-    from penstock.backend.passes.cuda.attention.prefill_segments import WorkspaceSizes
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
+from penstock.backend.passes.cuda.attention.prefill_segments import WorkspaceSizes, whole_tiles
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
 
 
 def layer_windows(config: DecoderConfig) -> tuple[int | None, ...]:
@@ -36,11 +31,9 @@ class StepAttention(Protocol):
     @property
     def workspace_bytes(self) -> int:
         """Bytes that `open` allocates."""
-        ...
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield the kernels to pass to `Launcher.prepare`."""
-        ...
 
     def open(self, device: Device) -> None: ...
 
@@ -49,21 +42,17 @@ class StepAttention(Protocol):
     ) -> NDArray[np.int32]:
         """Return `CudaStep.prefill_tiles` of a step in which some rows have several tokens, or no logits. Its first
         num_decode rows have one token. See `PrefillAttention.tiles`."""
-        ...
 
     def captured_tiles(self, num_tokens: int) -> int:
         """Return the most tiles of a captured step of num_tokens. A step that has more is not captured."""
-        ...
 
     def begin(self, decode_rows: RowArrays) -> None:
         """Prepare a step with `CudaStep.decode_rows`, at least one. A slot of -1 is padding."""
-        ...
 
     def attend(
         self, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, step: CudaStep, sinks: Tensor, out: Tensor
     ) -> None:
         """Write out for each token of the step; see `PrefillAttention.attend`. Padding rows of out do not change."""
-        ...
 
 
 class TwoKernelAttention:

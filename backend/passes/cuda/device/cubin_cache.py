@@ -12,20 +12,15 @@ import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cuda.device import nvrtc
-from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR
+from penstock.backend.passes.cuda.device.launcher import KERNELS_DIR, Kernel
 from penstock.process.cache_directory import CUBINS_VARIABLE, cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from penstock.backend.passes.cuda.device.launcher import Kernel
 
 logger = logging.getLogger("penstock.backend")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost
@@ -15,11 +16,6 @@ from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
 from penstock.shm.buffers.device_api import DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

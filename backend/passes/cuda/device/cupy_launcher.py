@@ -6,10 +6,11 @@ Only this module imports cupy, and only when a launcher is created. It supports 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,7 @@ from penstock.backend.passes.cuda.device.driver_launch import (
     DriverKernel,
     LaunchRefused,
 )
-from penstock.backend.passes.cuda.device.launcher import KernelFailed, group_by_module
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
+from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel, KernelFailed, group_by_module
 
 
 @dataclass(frozen=True, slots=True)

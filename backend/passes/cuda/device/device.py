@@ -19,7 +19,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block until all work before the event is done. Releases the GIL; any thread may call it."""
-        ...
 
 
 class Graph(Protocol):
@@ -27,7 +26,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Launch the work again, on the same addresses."""
-        ...
 
 
 class HostMemory(Protocol):
@@ -36,11 +34,9 @@ class HostMemory(Protocol):
     @property
     def bytes(self) -> Tensor:
         """uint8 [num_bytes], uninitialized."""
-        ...
 
     def free(self) -> None:
         """Free the memory. Call once, after the device's last use; do not use `bytes` afterwards."""
-        ...
 
 
 class BlockRange(Protocol):
@@ -56,11 +52,9 @@ class BlockRange(Protocol):
 
     def read(self, begin: int, num_bytes: int) -> bytes:
         """Any thread may call it."""
-        ...
 
     def tensor(self, begin: int, num_bytes: int) -> Tensor:
         """uint8 [num_bytes], valid until `close`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -77,17 +71,14 @@ class Device(Protocol):
     @property
     def last_launch(self) -> str:
         """The most recently launched kernel and its grid, for messages."""
-        ...
 
     @property
     def uuid(self) -> bytes:
         """The GPU's identity."""
-        ...
 
     @property
     def num_sms(self) -> int:
         """Number of streaming multiprocessors."""
-        ...
 
     @property
     def shared_bytes_per_sm(self) -> int: ...
@@ -95,52 +86,41 @@ class Device(Protocol):
     @property
     def compute_capability(self) -> tuple[int, int]:
         """The architecture: sm_90 is (9, 0)."""
-        ...
 
     @property
     def link_probe_bytes(self) -> int:
         """Size of a copy to or from the host that shows the speed of long ones."""
-        ...
 
     @property
     def stream(self) -> int:
         """The driver's handle for the stream."""
-        ...
 
     def pinned(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """Return page-locked host memory, for copies with non_blocking=True."""
-        ...
 
     def host_memory(self, num_bytes: int) -> HostMemory:
         """Return a block of exactly this size (`pinned` may round up to a power of two). Raises DeviceError."""
-        ...
 
     def block_range(self, max_bytes: int) -> BlockRange:
         """Return an empty range for at most max_bytes. Raises DeviceError if the device lacks such memory."""
-        ...
 
     def record(self) -> Event:
         """Return an event after all work in the stream."""
-        ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture what `work` launches, without running it. `work` must not allocate or wait."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all work in the stream."""
-        ...
 
     def trim(self) -> None:
         """Return free cached memory to the system."""
-        ...
 
     def check(self, doing: str) -> None:
         """Raise DeviceLost if the device no longer works; call after an error. doing names the failed action.
 
         Waits for all work in the stream. Any thread may call it.
         """
-        ...
 
 
 @contextmanager

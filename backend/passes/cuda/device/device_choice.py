@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MIN_CAPABILITY = (8, 0)
 """Ampere: the first architecture with the asynchronous copies and bf16 matrix products that the kernels use."""

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from penstock.backend.passes.cuda.device.launcher import BOX_COLUMNS, TensorMap
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
+from penstock.backend.passes.cuda.device.launcher import BOX_COLUMNS, Argument, Grid, Kernel, TensorMap
 
 MAP_BYTES, _ALIGNMENT = 128, 64
 _UINT16, _SWIZZLE_128B, _PROMOTE_TO_256B = 1, 3, 3

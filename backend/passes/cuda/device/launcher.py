@@ -6,16 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Argument: TypeAlias = "Tensor | TensorMap | np.int32 | np.int64 | np.float32"
-    """A tensor passes the address of its first element; a scalar's numpy type is the parameter's C type."""
+Argument: TypeAlias = "Tensor | TensorMap | np.int32 | np.int64 | np.float32"
+"""A tensor passes the address of its first element; a scalar's numpy type is the parameter's C type."""
 
 KERNELS_DIR = Path(__file__).parent.parent / "kernels"
 ACT_MACRO = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -105,8 +103,6 @@ class Launcher(Protocol):
 
         Raises KernelFailed.
         """
-        ...
 
     def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
         """Launch the kernel without waiting for it. An empty grid launches nothing. Raises KernelFailed."""
-        ...

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.device import Device
 
 _REPEATS = 3
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from penstock.backend.passes.cuda.device.device import Device, Event
 
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.device import Device, Event
-
-    Ints = NDArray[np.int32]
+Ints = NDArray[np.int32]
 
 _NUM_BLOCKS = 2
 

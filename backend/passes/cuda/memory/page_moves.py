@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.forward_pass import StepBatch
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
+from penstock.backend.passes.cuda.device.link_probe import LinkSpeed
+from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.shm.buffers.device_api import DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.device.link_probe import LinkSpeed
-    from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
-
 
 logger = logging.getLogger("penstock.backend")
 

@@ -20,24 +20,19 @@ class DeviceMemory(Protocol):
     @property
     def is_filled(self) -> bool:
         """Weights are already there: the callers have shapes without content."""
-        ...
 
     def place(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the tensor of this shape and dtype, which `make` returns on the device. Filled memory does not call
         it. Raises SharedWeightsError if other weights are there, and DeviceError."""
-        ...
 
     def place_parts(self, form: WeightForm, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Place a quantised weight's parts; not in filled memory."""
-        ...
 
     def find_parts(self) -> tuple[WeightForm, tuple[Tensor, ...]] | None:
         """The next weight, if it is quantised; only of filled memory. Raises SharedWeightsError if there is none."""
-        ...
 
     def unmap(self) -> None:
         """Call when nothing uses the weights any more."""
-        ...
 
 
 class PrivateMemory:

@@ -7,12 +7,15 @@ somewhere, the memory exists; no process owns it.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 from penstock.backend.checksum import COLUMNS, block_sum, crc_of
+from penstock.backend.passes.cuda.device.device import BlockRange, Device
 from penstock.backend.passes.cuda.memory.weight_manifest import (
     ALIGNMENT,
     DTYPES,
@@ -33,14 +36,6 @@ from penstock.backend.passes.shared_weights.blocks import (
 )
 from penstock.shm.buffers.device_api import DeviceError
 from penstock.shm.memory.fd_mailbox import close_all
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.passes.cuda.device.device import BlockRange, Device
 
 _MORE_BYTES = 32 << 20
 """Size of further blocks, if the first one is too small."""

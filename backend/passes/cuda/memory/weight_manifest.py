@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import torch
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
-from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, WeightForm
 from penstock.backend.passes.shared_weights import sealed_manifest
 from penstock.backend.passes.shared_weights.blocks import SharedWeightsError, num_blocks
-
-if TYPE_CHECKING:
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 
 ALIGNMENT = 512
 """The alignment of each tensor, as in torch's own allocations."""

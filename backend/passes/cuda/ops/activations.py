@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.passes.cuda.ops.matmul import Matmul
 from penstock.backend.passes.ops.interface import HeadShape
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.cuda.ops.matmul import Matmul
 
 
 class Residual:

@@ -6,11 +6,17 @@ overwrites. The residual stream keeps its last addend separate, because one kern
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.attention.step_attention import layer_windows
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.passes.cuda.attention.step_attention import StepAttention, layer_windows
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import (
     Activations,
     Residual,
@@ -22,26 +28,13 @@ from penstock.backend.passes.cuda.ops.activations import (
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps
+from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import round_scale
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.passes.cuda.attention.step_attention import StepAttention
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
-    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
-    from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
-    from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
-    from penstock.backend.passes.ops.interface import AttentionLayer
+from penstock.backend.passes.ops.interface import AttentionLayer, round_scale
 
 
 class CudaOps(DeviceWeights):

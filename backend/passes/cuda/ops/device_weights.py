@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory, PrivateMemory
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
-    from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
-    from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 
 
 class DeviceWeights:

@@ -5,23 +5,16 @@ None of them allocates or waits; the caller owns `out` and in-place arguments. T
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
-from penstock.backend.passes.ops.interface import supports_q8_0
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.step.step_rows import RowArrays
-    from penstock.backend.passes.ops.interface import HeadShape
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 
 _VALUES = 8
 """Values that a thread processes at a time."""

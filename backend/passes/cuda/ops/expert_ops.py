@@ -6,30 +6,22 @@ tiles, each with the weight of its expert. The host knows only how many tiles th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
+from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
-from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.cuda.ops.quantized_linear import TILE_OUTPUTS, most_tiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.ops.activations import Residual
-    from penstock.backend.passes.cuda.ops.matmul import Matmul
-    from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
-    from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
-    from penstock.backend.passes.ops.interface import ExpertWeights
+from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.cuda.ops.quantized_linear import TILE_OUTPUTS, QuantizedProducts, most_tiles
+from penstock.backend.passes.ops.interface import ExpertWeights
 
 NUM_LAUNCHES = 9
 """The most kernels of one layer's experts, without the router's product: a copy, seven of ours, the shared expert's."""

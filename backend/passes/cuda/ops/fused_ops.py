@@ -6,13 +6,23 @@ q, k and v waits for the rotation. Which steps run so depends on the number of r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.passes.cuda.attention.step_attention import StepAttention
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import Residual, head_shape, narrow
 from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.row_products import (
     HEAD_DIM_UNIT,
     MAX_ROWS,
@@ -24,24 +34,9 @@ from penstock.backend.passes.cuda.ops.row_products import (
     WeighedRows,
     form_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cuda.attention.step_attention import StepAttention
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
-    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
-    from penstock.backend.passes.cuda.ops.matmul import Matmul
-    from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
-    from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
-    from penstock.backend.passes.cuda.step.step_rows import CudaStep
-    from penstock.backend.passes.ops.interface import AttentionLayer
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_rows import CudaStep
+from penstock.backend.passes.ops.interface import AttentionLayer
 
 
 def fuses(config: DecoderConfig, dtype: torch.dtype, matmul: Matmul) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 BLOCK_ROWS = 128
 """Small enough that reading the weights takes longer than the arithmetic: with 16-bit weights a product of M rows does
@@ -42,19 +40,15 @@ class Matmul(Protocol):
 
         A row of its results never depends on the other rows.
         """
-        ...
 
     def padded_rows(self, num_rows: int) -> int:
         """Return the rows that a buffer must have so that `multiply` can use its first num_rows."""
-        ...
 
     def num_launches(self, num_rows: int) -> int:
         """Return the minimum number of kernels that `multiply` launches."""
-        ...
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
         """Write x [T, in] · weights to out [T, out]; return out. Both must begin buffers of `padded_rows(T)` rows."""
-        ...
 
 
 class WholeMatmul:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
@@ -15,14 +16,10 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_GROUP_SIZE,
     BlockWeight,
     GroupedWeight,
+    QuantizedWeight,
     StackedWeight,
 )
 from penstock.backend.passes.shared_weights.blocks import SharedWeightsError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 KernelForm: TypeAlias = WeightForm
 MXFP4_FORM = PackedForm(MXFP4_GROUP_SIZE, has_zeros=False)

@@ -7,17 +7,18 @@ declares activations of 8 bits, many rows get such numbers: see `rounded_rows`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GROUP_SIZES, GroupedForm, PackedForm
-from penstock.backend.checkpoint.weight_forms.quantized_weights import INT4_GROUP_SIZES
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
-from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.checkpoint.weight_forms.quantized_weights import INT4_GROUP_SIZES, QuantizedWeight
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
+from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory, PrivateMemory
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul, WholeMatmul
 from penstock.backend.passes.cuda.ops.packed_weights import (
     MXFP4_FORM,
@@ -29,17 +30,8 @@ from penstock.backend.passes.cuda.ops.packed_weights import (
     takes_packed,
     value_bits,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
-    from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
-    from penstock.backend.passes.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
 
 TILE_ROWS, TILE_OUTPUTS = 64, 32
 """kTileRows and kTileOutputs of product_tiles.cuh."""

@@ -7,23 +7,16 @@ library reads the weights as they lie for our kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
-from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, chunk_inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.ops.packed_weights import KernelForm
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
+from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm, chunk_inputs
 
 ROUNDED_FORMS: tuple[PackedForm | Float8Form, ...] = (PackedForm(None), Float8Form(None))
 MIN_ROUNDED_ROWS = 257

@@ -6,30 +6,24 @@ rows. Activations are bf16; weights are too, or they have 8 bits and are widened
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, int32
-from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
+from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm
 from penstock.backend.passes.cuda.ops.quantized_linear import form_macros
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
-    from penstock.backend.passes.cuda.step.step_rows import RowArrays
-    from penstock.backend.passes.ops.interface import HeadShape
+from penstock.backend.passes.cuda.step.step_rows import RowArrays
+from penstock.backend.passes.ops.interface import HeadShape
 
 HEAD_DIM_UNIT = 32
 MAX_ROWS = 32

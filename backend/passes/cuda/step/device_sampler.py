@@ -8,25 +8,18 @@ All tokens that tie with a filter's last token are kept, for typical_p too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, SamplingParams, SlotInit
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Argument, Kernel, Launcher
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import SamplingParams, SlotInit
-    from penstock.backend.passes.cuda.device.launcher import Argument, Launcher
-
-    Ints = NDArray[np.int32]
+Ints = NDArray[np.int32]
 
 MAX_VOCAB = 1 << 18
 MAX_BIASES = 300

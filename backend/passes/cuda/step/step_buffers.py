@@ -8,29 +8,23 @@ changes are sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, StepBatch
+from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.device.transfers import Uplink, aligned
 from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
 from penstock.backend.passes.ops.layer_groups import check_groups
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import StepBatch
-    from penstock.backend.passes.cuda.device.device import Device
-
-    Ints = NDArray[np.int32]
+Ints = NDArray[np.int32]
 
 _CHANGES_AT_ONCE = 1 << 13
 """Most changed page table entries in one copy."""

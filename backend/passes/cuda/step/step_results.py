@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.forward_pass import StepOutput, TokenLogprobs
-from penstock.backend.passes.cuda.device.device import annotate_faults
-from penstock.backend.passes.cuda.device.transfers import Downlink, aligned
+from penstock.backend.passes.cuda.device.device import Device, annotate_faults
+from penstock.backend.passes.cuda.device.transfers import Downlink, Ints, PendingCopy, aligned
 from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.transfers import Ints, PendingCopy
 
 MAX_TOP_LOGPROBS = 20
 """Most top log probabilities per token; the API's limit."""

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.device.transfers import Uplink
-from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, SlotArrays
+from penstock.backend.forward_pass import PendingOutput, SlotInit, StepBatch, TokenMasks
+from penstock.backend.passes.cuda.device.device import Device
+from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
+from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SamplerFeatures, SlotArrays
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.cuda.step.step_results import ResultBuffers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import Tensor
-
-    from penstock.backend.forward_pass import PendingOutput, SlotInit, StepBatch, TokenMasks
-    from penstock.backend.passes.cuda.device.device import Device
-    from penstock.backend.passes.cuda.device.launcher import Kernel
-    from penstock.backend.passes.cuda.device.transfers import Ints
-    from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers, SamplerFeatures
-    from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 
 NO_INTS = np.empty(0, np.int32)
 

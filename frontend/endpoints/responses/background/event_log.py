@@ -6,19 +6,15 @@ They are in memory while the response runs here, else in the store.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, retry_later, shutting_down
+from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 from penstock.frontend.transport.sse import EventStream, split_events
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-    from penstock.frontend.transport.exchange import Exchange
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 _LOOKS_EVERY_S = 0.25
 """How often a follower checks whether another worker has stored new events."""

@@ -5,30 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
 
 import msgspec
 
 from penstock.frontend.endpoints.responses.background.event_log import EventLog
 from penstock.frontend.endpoints.responses.background_places import (
     MAX_ANSWER_BYTES,
+    BackgroundClaim,
     is_too_long,
     too_long,
 )
-from penstock.frontend.endpoints.responses.storage.orphans import KeptRun
+from penstock.frontend.endpoints.responses.pending_response import PendingResponse
+from penstock.frontend.endpoints.responses.storage.orphans import KeptRun, TakenOver
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore
+from penstock.frontend.formats.responses import ResponsesFormat
+from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.frontend.transport.exchange import Exchange
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
-    from penstock.frontend.endpoints.responses.pending_response import PendingResponse
-    from penstock.frontend.endpoints.responses.storage.orphans import TakenOver
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-    from penstock.frontend.formats.responses import ResponsesFormat
-    from penstock.frontend.transport.asgi import AsgiMessage, Receive, Send
 
 _STORES_AGAIN_AFTER_S = 1.0
 _PASSING_KINDS = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE, ErrorKind.SHUTTING_DOWN)

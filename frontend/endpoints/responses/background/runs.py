@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
 
-from penstock.frontend.endpoints.responses.background.run import PutBackError
+from penstock.frontend.endpoints.responses.background.run import BackgroundRun, PutBackError
 from penstock.frontend.endpoints.responses.background_places import BackgroundPlaces
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shutting_down
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from penstock.frontend.endpoints.responses.background.run import BackgroundRun
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-    from penstock.frontend.transport.open_exchanges import OpenExchanges
+from penstock.frontend.transport.open_exchanges import OpenExchanges
 
 logger = logging.getLogger("penstock.responses")
 

@@ -6,30 +6,26 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
 
-from penstock.frontend.endpoints.context import run_sized
+from penstock.frontend.endpoints.context import EndpointContext, run_sized
+from penstock.frontend.endpoints.responses.background_places import BackgroundClaim, BackgroundPlaces
+from penstock.frontend.endpoints.responses.storage.orphans import Orphan, TakenOver
+from penstock.frontend.endpoints.responses.storage.store import ResponseStore
+from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.request_policy import POLICY_HEADERS
 from penstock.frontend.schemas.responses import ResponsesBody
+from penstock.frontend.transport.asgi import AsgiMessage
 from penstock.frontend.transport.errors import ApiError
 from penstock.frontend.transport.exchange import Exchange
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.context import EndpointContext
-    from penstock.frontend.endpoints.responses.background_places import BackgroundClaim, BackgroundPlaces
-    from penstock.frontend.endpoints.responses.storage.orphans import Orphan, TakenOver
-    from penstock.frontend.endpoints.responses.storage.store import ResponseStore
-    from penstock.frontend.generation.models.served_model import ServedModel
-    from penstock.frontend.transport.asgi import AsgiMessage
-
-    RunAgain = Callable[["Restart", BackgroundClaim, ServedModel], None]
-    """Starts the run of a response that has its place."""
+RunAgain = Callable[["Restart", BackgroundClaim, ServedModel], None]
+"""Starts the run of a response that has its place."""
 
 logger = logging.getLogger("penstock.responses")
 

@@ -11,16 +11,14 @@ import os
 import sqlite3
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind
 from penstock.process.logs import RareLine, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 logger = logging.getLogger("penstock.responses")
 

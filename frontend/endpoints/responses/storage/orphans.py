@@ -5,17 +5,15 @@ The functions work inside a transaction of the store.
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.frontend.endpoints.responses.background_places import BackgroundClaim
 from penstock.frontend.endpoints.responses.storage import owner
 from penstock.frontend.endpoints.responses.storage.stored_events import add_events, all_events
-
-if TYPE_CHECKING:
-    import sqlite3
 
 MAX_TAKEOVERS = 3
 """Workers that may die of one request. After that many it is not started again."""

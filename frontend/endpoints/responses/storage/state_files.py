@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.responses.background_places import HARD_BOUND_BYTES
 from penstock.frontend.endpoints.responses.storage import owner
@@ -21,9 +21,6 @@ from penstock.frontend.endpoints.responses.storage.database import (
     check_file,
 )
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger("penstock.responses")
 

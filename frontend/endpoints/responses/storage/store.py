@@ -7,24 +7,20 @@ but anyone may ask the owner to cancel it, delete it, or take it over when the o
 from __future__ import annotations
 
 import secrets
+import sqlite3
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.endpoints.responses.storage import orphans, owner
 from penstock.frontend.endpoints.responses.storage.database import Database, StoreFailedError
+from penstock.frontend.endpoints.responses.storage.orphans import KeptRun, Orphan, TakenOver
 from penstock.frontend.endpoints.responses.storage.stored_events import StoredEvents, add_events, events_from
 from penstock.frontend.endpoints.responses.storage.stored_messages import decode_messages
+from penstock.frontend.schemas.chat import ChatMessage
 from penstock.frontend.transport.errors import ApiError
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Callable
-
-    from penstock.frontend.endpoints.responses.storage.orphans import KeptRun, Orphan, TakenOver
-    from penstock.frontend.schemas.chat import ChatMessage
 
 _OVERHEAD_BYTES = 1024
 """Added to each response's size for its row and its places in the indices."""

@@ -5,14 +5,11 @@ The functions work inside a transaction of the store.
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.sse import split_events
-
-if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterable, Sequence
 
 _PIECE_BYTES = 256 << 10
 _MAX_PIECES = 4

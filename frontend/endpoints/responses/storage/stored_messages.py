@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
 
 from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 NO_MESSAGES = b"[]"
 

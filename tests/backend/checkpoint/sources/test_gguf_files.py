@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, name_models
+from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, name_models, tag_of
 from penstock.backend.errors import StartupError
 
 SIZES = {
@@ -51,3 +51,13 @@ def test_unknown_types_leave_the_smallest_and_unknown_tags_name_all() -> None:
         StartupError, match=r"^it has no GGUF file Q2_K; it has small\.gguf \(1 B\), large\.gguf \(9 B\)$"
     ):
         choose_gguf(models, "Q2_K", "it")
+
+
+def test_files_of_one_quantisation_are_told_apart_by_their_names() -> None:
+    models = find_gguf_models({"a-Q4_0.gguf": 1, "b-Q4_0.gguf": 2, "b-Q8_0.gguf": 3})
+    assert [tag_of(model, models) for model in models] == ["a-Q4_0.gguf", "b-Q4_0.gguf", "Q8_0"]
+    assert choose_gguf(models, "b-Q4_0", "here").num_bytes == 2
+    with pytest.raises(
+        StartupError, match=r"^here has 2 GGUF files Q4_0: name one of a-Q4_0.gguf \(1 B\), b-Q4_0.gguf"
+    ):
+        choose_gguf(models, "Q4_0", "here")

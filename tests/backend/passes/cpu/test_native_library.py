@@ -7,6 +7,8 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -136,6 +138,17 @@ def test_file_that_is_no_library_is_refused(compiled: Path, build: KernelBuild) 
     next(compiled.iterdir()).write_bytes(b"not an ELF file")
     with pytest.raises(LibraryUnavailableError):
         open_library(compiled, build, None)
+
+
+def test_compiler_and_its_own_processes_end_with_a_killed_server(tmp_path: Path) -> None:
+    alive, compiler = tmp_path / "alive", tmp_path / "compiler"
+    os.mkfifo(alive)
+    compiler.write_text(f"#!/bin/sh\nsleep 100 > {alive} & wait\n")  # as g++ waits for cc1plus
+    compiler.chmod(0o700)
+    code = f"from {native_library.__name__} import _run_compiler; _run_compiler([{str(compiler)!r}])"
+    with subprocess.Popen([sys.executable, "-c", code]) as server, alive.open("rb") as open_while_alive:
+        server.kill()
+        assert open_while_alive.read() == b""
 
 
 def test_missing_compiler_is_reported_with_its_remedy(tmp_path: Path) -> None:

@@ -59,6 +59,14 @@ async def test_adapter_that_one_replica_cannot_load_is_unloaded_from_the_others(
     assert replicas[0].questions == [CHANGE, AdapterChange("new")]
 
 
+async def test_adapter_that_may_come_after_its_time_limit_is_unloaded(
+    operator: ClientConnection, replicas: list[FakeBackend]
+) -> None:
+    replicas[0].script = lambda _: [TokenBatch([], Finish.EXPIRED)]
+    assert (await change(operator)).status == 499
+    assert [replica.questions for replica in replicas] == [[CHANGE, AdapterChange("new")], []]
+
+
 async def test_replica_that_is_not_ready_is_503_and_nothing_is_loaded(
     operator: ClientConnection, replicas: list[FakeBackend]
 ) -> None:
@@ -102,3 +110,19 @@ async def test_name_of_another_model_or_its_adapter_is_400(backend: FakeBackend,
         assert (refused.status, refused.error["param"]) == (400, "lora_name")
     assert replicas[0].questions == []
     assert (await change(connection, key="chief")).status == 200
+
+
+async def test_name_that_another_model_gets_meanwhile_is_given_up(
+    backend: FakeBackend, replicas: list[FakeBackend]
+) -> None:
+    other = FakeBackend(model=model_card(model_id="other"))
+    models = ServedModels(model_keeper(backend), others=[model_keeper(other)])
+    connection = ClientConnection(make_app(backend, models=models, admission=Admission(KEYS)))
+
+    def load(_: object) -> list[TokenBatch]:
+        other.model = msgspec.structs.replace(other.model, adapters=(Adapter("new", "an-id", 1),))
+        return DONE
+
+    replicas[1].script = load
+    assert (await change(connection, key="chief")).status == 400
+    assert [replica.questions for replica in replicas] == [[CHANGE, AdapterChange("new")]] * 2

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
 from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
@@ -17,9 +18,6 @@ from penstock.tools.gpu.cases.attention import decode, encoder, prefill
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase
 from penstock.tools.gpu.cases.attention.paged_rows import Row
 from penstock.tools.gpu.cases.check import Check, check_of, require_same_bits, require_within
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
 _PAGE_SIZES_TOKENS = (16, 32, 64)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from penstock.backend.passes.cuda.attention.decode_attention import SM_SHARED_BYTES
 from penstock.backend.passes.cuda.device.kernel_choices import ALLOWED, CONSTANTS, KernelChoices
+from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
 from penstock.tools.gpu.cases.attention import decode, prefill
 from penstock.tools.gpu.cases.check import Check, check_of, require_within
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
 
 _HEAD_DIM = 128
 # Carve-outs last: kernels that differ in this alone are one function of the driver, which keeps the last setting.

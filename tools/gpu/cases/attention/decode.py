@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
+from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention, DecodeWorkspace
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu.cases.check import require, require_within
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.attention.decode_attention import DecodeWorkspace
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 H200_SHARED_BYTES = 228 * 1024
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
 from penstock.backend.passes.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Heads, PagedRows, Row
 from penstock.tools.gpu.cases.check import require, require_same_bits, require_within
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 ACT_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "q8_0": torch.float16, "fp8": torch.float16}
 """KV dtype → dtype of the queries in which the products lose no precision."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.config.decoder_config import Experts
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
@@ -22,9 +21,6 @@ from penstock.backend.passes.ops.interface import ExpertWeights
 from penstock.tools.gpu.cases.check import require, require_close, require_same_bits, require_within
 from penstock.tools.gpu.cases.elementwise import check_close, make, poisoned
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of the experts' sum in a row, relative to its largest number; they round twice in the dtype."""

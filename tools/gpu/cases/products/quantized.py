@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form, Float8Weight
-from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
+from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_EXPONENTS,
     MXFP4_GROUP_SIZE,
@@ -16,20 +16,14 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     Int4Weight,
     Int8Weight,
     Mxfp4Weight,
+    QuantizedWeight,
 )
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, WholeMatmul
+from penstock.backend.passes.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.tools.gpu.cases.check import require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import TOLERANCE, ints, poisoned
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.ops.matmul import Matmul
 
 CPU = torch.device("cpu")
 """The device of all tensors if the launcher copies them to the GPU and back."""

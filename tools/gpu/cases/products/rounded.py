@@ -5,12 +5,12 @@ torch multiplies on the device of its tensors. Torch 2.10 has no product of E4M3
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.ops.matmul import WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import FLOAT8_CAPABILITY, RoundedProducts, rounding_kernels
@@ -18,11 +18,6 @@ from penstock.tools.gpu.cases.check import require, require_close, require_same_
 from penstock.tools.gpu.cases.elementwise import TOLERANCE
 from penstock.tools.gpu.cases.products.quantized import CPU, LinearCase
 from penstock.tools.gpu.cases.products.quantized import FORMS as ALL_FORMS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
 
 FORMS = ("int8", "fp8")
 _LARGEST = {"int8": torch.tensor(127.0), "fp8": torch.tensor(448.0)}

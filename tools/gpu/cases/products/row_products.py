@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, pack_weight
-from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts, WeighedRows
+from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowLinear, RowProducts, WeighedRows
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases.check import require, require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import EPS, TOLERANCE, make, poisoned, rope_rows
 from penstock.tools.gpu.cases.products.quantized import FORMS, random_weight
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.backend.passes.cuda.device.launcher import Launcher
-    from penstock.backend.passes.cuda.ops.row_products import RowLinear
 
 CPU = torch.device("cpu")
 _PAGE_SIZE_TOKENS = 16

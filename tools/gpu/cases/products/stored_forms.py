@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.quantization.quantizer import quantize
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Weight
@@ -16,14 +17,8 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_GROUP_SIZE,
     GroupedWeight,
     Mxfp4Weight,
+    QuantizedWeight,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 def _integers(weight: Tensor, group_size: int | None) -> QuantizedWeight:

@@ -1,0 +1,45 @@
+"""The chat page in Debian's Firefox: what a second engine may do otherwise than Chromium."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.system.firefox import FIREFOX, running_firefox
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(FIREFOX is None, reason="Firefox is not installed: apt-get install firefox-esr")
+
+ENTER = "\ue007"
+ANSWER = "document.querySelector('.answer > .body')?.innerText.trim()"
+FIELD = """
+  const field = document.querySelector("[name=schema]");
+  field.value = '{"type": "array", "items": {"type": "string"}, "minItems": 500}';
+  for (const kind of ["input", "change"]) field.dispatchEvent(new Event(kind, { bubbles: true }));
+"""
+HOSTILE = """(async () => {
+  const { MarkdownView } = await import("/page/markdown.js");
+  const place = document.body.appendChild(document.createElement("div"));
+  new MarkdownView(place).draw("<img src=x onerror='window.ran = 1'><script>window.ran = 1</script> **bold**", true);
+  return `${place.innerText.trim()} ${place.querySelectorAll("img, script, [onerror]").length} ${window.ran}`;
+})()"""
+
+
+def test_stream_goes_on_after_a_reload_and_hostile_text_stays_text(served_demo: str, tmp_path: Path) -> None:
+    with running_firefox(tmp_path) as firefox:
+        firefox.open(f"{served_demo}/")
+        firefox.wait_for("document.querySelector('#model option')?.value")
+        firefox.evaluate(FIELD)
+        firefox.evaluate("document.querySelector('#input').focus()")
+        firefox.press(f"How do I sort a list?{ENTER}")
+        began = firefox.wait_for(ANSWER)
+        firefox.reload()
+        grown = firefox.wait_for(f"{ANSWER}?.length > {len(began) + 20} && {ANSWER}")
+        assert grown[0] == began[0]  # more of it may be drawn otherwise by now, as Markdown
+        firefox.evaluate("document.querySelector('#stop').click()")
+        firefox.wait_for("document.querySelector('#stop').hidden")
+        assert firefox.evaluate(HOSTILE) == "bold 0 undefined"
+        assert firefox.errors == []
