@@ -31,6 +31,12 @@ _LONGROPE = {
     "short_factor": [1.0 + 0.05 * i for i in range(8)],
     "long_factor": [1.0 + 0.7 * i for i in range(8)],
 }
+_INTERLEAVED_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [6, 5, 5],
+    "mrope_interleaved": True,
+}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
 
@@ -204,6 +210,40 @@ PRESETS: dict[str, Preset] = {
     "mistral3": Preset(
         "Mistral3ForConditionalGeneration", "Mistral3Config", {"sliding_window": None}, text_config="MistralConfig"
     ),
+    "qwen2-vl": Preset(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+        text_config="Qwen2VLTextConfig",
+    ),
+    "qwen2.5-vl": Preset(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+            "tie_word_embeddings": True,
+        },
+        text_config="Qwen2_5_VLTextConfig",
+    ),
+    "qwen3-vl": Preset(
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"head_dim": 32, "rope_parameters": _INTERLEAVED_MROPE},
+        text_config="Qwen3VLTextConfig",
+    ),
+    "qwen3-vl-moe": Preset(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 32,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "rope_parameters": _INTERLEAVED_MROPE,
+        },
+        text_config="Qwen3VLMoeTextConfig",
+    ),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
     "granite": Preset(
@@ -231,7 +271,8 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
+EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe")
+FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

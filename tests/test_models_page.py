@@ -58,6 +58,10 @@ MODELS = {
     "Starcoder2ForCausalLM": "StarCoder2",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (text only)",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B; Ministral 3 3B, 8B, 14B (text only)",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL (text only)",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL (text only)",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL (text only)",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL 30B-A3B, 235B-A22B (text only)",
 }
 
 

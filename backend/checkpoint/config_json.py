@@ -64,10 +64,11 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
-    part, name = TEXT_PARTS.get(architecture), architecture
-    if part is not None:
-        values, name = _text_model(values, architecture, part)
-    family = FAMILIES[name]
+    part = TEXT_PARTS.get(architecture)
+    if part is None:
+        family = FAMILIES[architecture]
+    else:
+        values, family = _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}
@@ -134,9 +135,9 @@ def _architecture(values: dict[str, Any]) -> str:
     return found
 
 
-def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tuple[dict[str, Any], str]:
-    """The keys of the text model, with keys of the whole model that apply to it; and its entry of FAMILIES."""
-    text = values.get("text_config")
+def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tuple[dict[str, Any], Family]:
+    """The keys of the text model, with keys of the whole model that apply to it; and its family."""
+    text = values.get("text_config", values if part.may_be_flat else None)
     if not isinstance(text, dict):
         raise StartupError(f"text_config is {shorten(text)}; {architecture} needs an object")
     model_type = text.get("model_type", next(iter(part.families)))

@@ -108,9 +108,11 @@ class TensorNames:
     fused_experts: str | None = None
     """If not None, a layer's experts are together in the tensors gate_up_proj and down_proj of this name.
 
-    Matrices are [experts, inputs, outputs], and outputs of gate and up alternate. Then the names of single experts do
-    not exist.
+    Matrices are [experts, inputs, outputs]. Then the names of single experts do not exist.
     """
+    fused_takes_turns: bool = True
+    """Outputs of fused gate and up alternate (gpt-oss). Otherwise all of gate come first, and matrices may also be
+    [experts, outputs, inputs] (Qwen3-VL: the hub's files have one order, those of transformers 5 the other)."""
     shared_expert: str = "mlp.shared_expert"
     """Its tensors have the names of an expert's."""
     shared_gate: str = "mlp.shared_expert_gate"

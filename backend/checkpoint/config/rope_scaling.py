@@ -48,9 +48,12 @@ class RopeSettings(Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The rope type, under either key. "su" is an older name of LongRoPE."""
+        """The rope type, under either key. "su" is an older name of LongRoPE.
+
+        "mrope" rotates by up to three positions (Qwen-VL), which are equal for text: then it is the default.
+        """
         kind = self.rope_type or self.type or "default"
-        return "longrope" if kind == "su" else kind
+        return {"su": "longrope", "mrope": "default"}.get(kind, kind)
 
 
 def compute_rope(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, QkNormScope
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, QkNormScope, TensorNames
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -85,6 +85,8 @@ class ExpertSlice:
     count: int
     takes_turns: bool
     """Outputs of gate and up alternate; otherwise all of gate come first."""
+    may_have_outputs_first: bool = False
+    """The shape of a matrix says whether it is [inputs, outputs]; a square one has outputs first."""
 
     def part_name(self, part: str) -> str:
         """Name of the tensor with this part for all experts, if a quantised format stores matrices in parts."""
@@ -181,7 +183,7 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
     if experts.biased:
         specs["router_bias"] = _biases(prefix, router)
     if names.fused_experts is not None:
-        return specs | _fused_specs(experts, f"{prefix}{names.fused_experts}", hidden)
+        return specs | _fused_specs(experts, names, f"{prefix}{names.fused_experts}", hidden)
 
     def mlp(name: str, width: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         start = f"{prefix}{name}."
@@ -202,12 +204,12 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
     return specs
 
 
-def _fused_specs(experts: Experts, name: str, hidden: int) -> dict[str, tuple[TensorSpec, ...]]:
+def _fused_specs(experts: Experts, names: TensorNames, name: str, hidden: int) -> dict[str, tuple[TensorSpec, ...]]:
     def specs(part: str, suffix: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-        takes_turns = part == "gate_up_proj"
+        takes_turns, either = names.fused_takes_turns and part == "gate_up_proj", not names.fused_takes_turns
         tensor = f"{name}.{part}" + ("_bias" if suffix == "bias" else "")
         return tuple(
-            TensorSpec(f"{name}.{i}.{part}.{suffix}", shape, ExpertSlice(tensor, i, experts.count, takes_turns))
+            TensorSpec(f"{name}.{i}.{part}.{suffix}", shape, ExpertSlice(tensor, i, experts.count, takes_turns, either))
             for i in range(experts.count)
         )
 

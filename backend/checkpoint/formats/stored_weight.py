@@ -201,8 +201,12 @@ def find_weight(
 
 
 def _plain_part(spec: TensorSpec) -> Part:
-    """A part of a plain weight. Matrices of all experts are [experts, inputs, outputs]."""
-    return Part((spec.shape if spec.place is None else spec.shape[::-1],), tuple(FLOAT_DTYPES))
+    """A part of a plain weight. Matrices of all experts are [experts, inputs, outputs] or, if their place allows it,
+    [experts, outputs, inputs], which is the last shape."""
+    shapes = [spec.shape if spec.place is None else spec.shape[::-1]]
+    if spec.place is not None and spec.place.may_have_outputs_first:
+        shapes.append(spec.shape)
+    return Part(tuple(shapes), tuple(FLOAT_DTYPES))
 
 
 def _find(
@@ -225,7 +229,10 @@ def _find(
     plain = PlainTensor(name, file, stored)
     if place is None:
         return plain
-    return ExpertTensor(plain, place, inputs_first=stored.dtype in FLOAT_DTYPES and len(stored.shape) > 2)
+    outputs_first = place.may_have_outputs_first and stored.shape == shapes[-1]
+    return ExpertTensor(
+        plain, place, inputs_first=stored.dtype in FLOAT_DTYPES and len(stored.shape) > 2 and not outputs_first
+    )
 
 
 def _part_name(weight: str, part: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,8 @@ _DTYPES = {"F32": "float32", "F16": "float16"}
 _WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _EXPERTS = ("expert_count", "expert_used_count")
 _WIDE_EXPERTS = (*_EXPERTS, "expert_feed_forward_length")
+_OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
+"""Keys that change nothing for text in architectures that list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ ARCHITECTURES = {
     ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _WIDE_EXPERTS, settings={"norm_topk_prob": True}),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", _OF_IMAGES),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", _OF_IMAGES),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", (*_WIDE_EXPERTS, *_OF_IMAGES), settings={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM", (_WINDOWS[0], "rope.scaling.attn_factor")),
     "gemma": Architecture("GemmaForCausalLM", offset_norms=True),
     "gemma2": Architecture("Gemma2ForCausalLM", (*_WINDOWS, *_GEMMA_CAPS), offset_norms=True, wide_layers=46),
@@ -179,6 +184,10 @@ class Metadata:
             raise StartupError(f"{key} is {shorten(value)}; expected {kind.__name__}")
         return value
 
+    def skip(self, keys: Iterable[str]) -> None:
+        """Count keys of the architecture as read."""
+        self._read.update(self.prefix + key for key in keys)
+
     def own(self, key: str, kind: type[T]) -> T | None:
         """Read a key of the architecture."""
         return self.get(self.prefix + key, kind)
@@ -243,6 +252,7 @@ def make_config(
     if "rope.freq_base_swa" not in architecture.keys:
         metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")
     known = (*architecture.keys, *_NORM_EPSILONS)
+    metadata.skip(key for key in _OF_IMAGES if key in known)
     own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items() if name in known}
     own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items() if name in known}
     if architecture is _OLMO3:

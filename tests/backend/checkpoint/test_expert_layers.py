@@ -31,7 +31,8 @@ def oracle_experts(config: Any) -> Experts | None:
 def test_layers_with_experts_match_transformers(architecture: str) -> None:
     values = make_config(architecture).to_dict()
     config = parse_decoder_config(values | {"architectures": [PRESETS[architecture].model]})
-    mlps = [layer.mlp for layer in make_model(architecture).model.layers]
+    model = make_model(architecture).model
+    mlps = [layer.mlp for layer in getattr(model, "language_model", model).layers]
     assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
     assert len(set(config.layer_has_experts)) == (1 if architecture in ("mixtral", "gpt-oss") else 2)
 

@@ -20,7 +20,7 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
-from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_checkpoint, make_model
+from tests.checkpoints import EXPERT_PRESETS, FUSED_EXPERT_PRESETS, PRESETS, make_checkpoint, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
         assert head is None if config.tie_embeddings else torch.equal(head, state["lm_head.weight"])
 
 
-@pytest.mark.parametrize("architecture", [name for name in EXPERT_PRESETS if name != "gpt-oss"])
+@pytest.mark.parametrize("architecture", [name for name in EXPERT_PRESETS if name not in FUSED_EXPERT_PRESETS])
 def test_experts_are_stacked_in_the_order_of_their_numbers(architecture: str, tmp_path: Path) -> None:
     """Everything in the file is used. tests/backend/passes/decoder compares the results with those of transformers, and
     formats/test_fused_experts.py is about gpt-oss."""

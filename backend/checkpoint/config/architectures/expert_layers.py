@@ -36,6 +36,16 @@ def qwen3_experts(config: HfConfig) -> ExpertLayers:
     return _checked(experts, _sparse_layers(config))
 
 
+def qwen3_vl_experts(config: HfConfig) -> ExpertLayers:
+    experts = Experts(
+        count=_count(config, 60),
+        per_token=config.num_experts_per_tok or 4,
+        width=config.moe_intermediate_size or 1408,
+        normalises=True,
+    )
+    return _checked(experts, _sparse_layers(config))
+
+
 def qwen2_experts(config: HfConfig) -> ExpertLayers:
     experts = Experts(
         count=_count(config, 60),

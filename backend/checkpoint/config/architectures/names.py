@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.config.architectures.expert_layers import qwen3_vl_experts
 from penstock.backend.checkpoint.config.architectures.families import FAMILIES
+from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from penstock.backend.checkpoint.config.architectures.families import Family
 
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
     """The text models that an architecture may contain."""
 
-    families: dict[str, str]
-    """model_type of text_config → its entry of FAMILIES; a missing one means the first. Other values are refused."""
+    families: dict[str, Family]
+    """By model_type of text_config; a missing one means the first. Other values are refused."""
     tie_embeddings: bool
-    defaults: dict[str, int] = field(default_factory=dict)
-    """Values of keys that HfConfig requires and files on the hub omit."""
+    defaults: dict[str, float] = field(default_factory=dict)
+    """Values of keys that files on the hub omit, if HfConfig requires them or the family's default is another."""
+    may_be_flat: bool = False
+    """Files without text_config have its keys beside the others."""
+
+
+_QWEN3_VL_MOE = replace(
+    FAMILIES["Qwen3MoeForCausalLM"],
+    experts=qwen3_vl_experts,
+    names=TensorNames(fused_experts="mlp.experts", fused_takes_turns=False),
+)
+_QWEN2_VL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+_QWEN3_VL_DEFAULTS = {"rope_theta": 500_000.0}
 
 
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": TextPart(
-        {"gemma3_text": "Gemma3ForCausalLM"},
+        {"gemma3_text": FAMILIES["Gemma3ForCausalLM"]},
         tie_embeddings=True,
         defaults={
             "vocab_size": 262_208,
@@ -34,15 +49,36 @@ TEXT_PARTS = {
         },
     ),
     "Mistral3ForConditionalGeneration": TextPart(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}, tie_embeddings=False
+        {"mistral": FAMILIES["MistralForCausalLM"], "ministral3": FAMILIES["Ministral3ForCausalLM"]},
+        tie_embeddings=False,
+    ),
+    "Qwen2VLForConditionalGeneration": TextPart(
+        dict.fromkeys(("qwen2_vl_text", "qwen2_vl"), FAMILIES["Qwen2ForCausalLM"]),
+        tie_embeddings=False,
+        defaults=_QWEN2_VL_DEFAULTS,
+        may_be_flat=True,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": TextPart(
+        dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_vl"), FAMILIES["Qwen2ForCausalLM"]),
+        tie_embeddings=False,
+        defaults=_QWEN2_VL_DEFAULTS,
+        may_be_flat=True,
+    ),
+    "Qwen3VLForConditionalGeneration": TextPart(
+        {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]}, tie_embeddings=False, defaults=_QWEN3_VL_DEFAULTS
+    ),
+    "Qwen3VLMoeForConditionalGeneration": TextPart(
+        {"qwen3_vl_moe_text": _QWEN3_VL_MOE}, tie_embeddings=False, defaults=_QWEN3_VL_DEFAULTS
     ),
 }
 
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)
 
-_SPELLINGS = {name.lower(): name for name in SUPPORTED_ARCHITECTURES} | {"yiforcausallm": "LlamaForCausalLM"}
-"""In lower case: the first Llamas are LLaMAForCausalLM. Yi is a Llama with another name."""
+_SPELLINGS = {name.lower().replace("_", ""): name for name in SUPPORTED_ARCHITECTURES} | {
+    "yiforcausallm": "LlamaForCausalLM"
+}
+"""In lower case, without _: the first Llamas are LLaMAForCausalLM. Yi is a Llama with another name."""
 
 
 def find_architecture(values: Mapping[str, Any]) -> object:
@@ -52,14 +88,14 @@ def find_architecture(values: Mapping[str, Any]) -> object:
     """
     named = values.get("architectures")
     if isinstance(named, list) and named:
-        return _SPELLINGS.get(named[0].lower(), named[0]) if isinstance(named[0], str) else named[0]
+        return _SPELLINGS.get(named[0].lower().replace("_", ""), named[0]) if isinstance(named[0], str) else named[0]
     if named:
         return named
-    return decoder_of(
-        str(values.get("model_type")).replace("_", "").removesuffix("text"), reads_images="text_config" in values
-    )
+    return decoder_of(str(values.get("model_type")).removesuffix("_text"), reads_images="text_config" in values)
 
 
 def decoder_of(stem: str, *, reads_images: bool = False) -> str | None:
     """The decoder with this name before ForCausalLM, or of a model that also reads images before its own suffix."""
-    return _SPELLINGS.get(stem.lower() + ("forconditionalgeneration" if reads_images else "forcausallm"))
+    return _SPELLINGS.get(
+        stem.lower().replace("_", "") + ("forconditionalgeneration" if reads_images else "forcausallm")
+    )

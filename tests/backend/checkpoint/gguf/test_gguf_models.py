@@ -36,6 +36,7 @@ from tests.backend.checkpoint.gguf.writer import (
     from_model,
     fuse_qkv,
     interleave,
+    text_tensors,
 )
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
@@ -131,6 +132,9 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, 
 ARCHITECTURES = {
     "qwen2-moe": "qwen2moe",
     "qwen3-moe": "qwen3moe",
+    "qwen2-vl": "qwen2vl",
+    "qwen3-vl": "qwen3vl",
+    "qwen3-vl-moe": "qwen3vlmoe",
     "mixtral": "llama",
     "ministral3": "mistral3",
     "smollm3": "smollm3",
@@ -153,6 +157,7 @@ ARCHITECTURES = {
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
     "qwen3-moe": {"mlp_only_layers": []},
+    "qwen3-vl-moe": {"mlp_only_layers": []},
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
@@ -182,9 +187,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
-    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
-    if preset == "gpt-oss":
-        tensors = as_converted(tensors)
+    convert = as_converted if preset == "gpt-oss" else text_tensors if "-vl" in preset else dict
+    model, tensors = load_oracle(checkpoint), convert(load_file(checkpoint / "model.safetensors"))
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)

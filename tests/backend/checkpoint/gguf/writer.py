@@ -127,6 +127,8 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         found = [value for name in aliases if (value := getattr(config, name, None)) is not None]
         if found:
             own[key] = found[0]
+    if "mrope_section" in rope:
+        own["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if rope.get("rope_type") == "linear":
         own |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
     if rope.get("rope_type") == "yarn":
@@ -170,6 +172,20 @@ def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return converted
 
 
+def text_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The text model's tensors of a checkpoint that also reads images, with gate and up of experts apart."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = name.replace("model.language_model.", "model.")
+        base, _, part = plain.rpartition(".experts.")
+        if part == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            found |= {f"{base}.experts.gate_proj.weight": gate, f"{base}.experts.up_proj.weight": up}
+        elif "visual." not in plain:
+            found[f"{plain}.weight" if base else plain] = tensor.contiguous()
+    return found
+
+
 _EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(.*)")
 
 
@@ -198,7 +214,7 @@ def from_model(
 
     tensors: those of the model's checkpoint, where their names are not the model's own.
     """
-    config = model.config
+    config = model.config.get_text_config()
     permutes = arch in ("llama", "granite", "mistral3", "smollm3")
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
