@@ -63,7 +63,7 @@ def clear_bit(bits: TokenBits, token_id: int) -> None:
 
 _MAX_FORCED_BYTES = 64
 _MAX_GUESS_NS = 2_000_000
-"""A sequence whose guess takes more CPU time gets no more: the step's other rows wait for it."""
+"""A sequence whose guess takes more CPU time, or panics, gets no more: the step's other rows wait for it."""
 _NUM_LOOKED_AT = 64
 """Last tokens of an answer that show its spaces."""
 _AFTER_COMMA, _AFTER_COLON = re.compile(rb'[{,](\s*)"'), re.compile(rb'":(\s*)')
@@ -202,10 +202,12 @@ class SequenceConstraints:
         began_ns = time.thread_time_ns()
         try:
             self.guess = len(self._tokens), forced_tokens(self._matcher, self._tokenizer, self._tokens)
+            may_guess_on = time.thread_time_ns() - began_ns <= _MAX_GUESS_NS
         except BaseException as error:
             if reason_of_panic(error) is None:
                 raise
-        if time.thread_time_ns() - began_ns > _MAX_GUESS_NS:
+            may_guess_on = False
+        if not may_guess_on:
             self._tokenizer = None
 
     def fork(self) -> SequenceConstraints | None:
