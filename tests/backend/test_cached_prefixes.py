@@ -56,6 +56,7 @@ async def test_another_frontend_finds_the_backend_that_has_a_document_and_anothe
                 client = first.replicas[number % 2].client
                 await tokens_of(client.submit(GenerationRequest(document, 1, GREEDY)))
                 owners[number] = str(number % 2 + 1)
+            await until(lambda: all(num_cached(second, document, b"") for document in documents))
             for number, document in enumerate(documents):
                 assert await ask(second, [*document, 99]) == owners[number]
             assert [num_cached(second, document, b"") for document in documents] == [DOCUMENT_TOKENS] * NUM_DOCUMENTS

@@ -8,7 +8,8 @@ from tests.simulation.planted_tenants import TENANT_BUGS
 from tests.simulation.tenants_world import TenantsWorld
 from tests.simulation.violations import Violation
 
-_SEEDS = range(12)
+_SEEDS = range(6)
+"""The fifth world finds the bug that takes longest to find."""
 
 
 @pytest.mark.parametrize("seed", _SEEDS)

@@ -43,6 +43,15 @@ def served_demo() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def served_endless() -> Iterator[str]:
+    """The URL of a server whose streams last longer than a test: the demo model writes 5,000 tokens/s."""
+    endless = ("--forward-pass", "penstock.backend.passes.fake:PacedFakePass", "--kv-budget", "64MB")
+    serve = Command("penstock.main", "serve", *endless, "--port", "0", "--state-dir", "none")
+    with running(serve):
+        yield serve.wait_for(r"^Ready: (http://\S+)/v1$").group(1)
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     from playwright.sync_api import expect, sync_playwright
 
@@ -64,16 +73,16 @@ def errors() -> Iterator[list[str]]:
 
 @pytest.fixture
 def open_page(browser: Browser, served_demo: str, errors: list[str]) -> Iterator[Callable[[str], Page]]:
-    """Opens a path of the demo model's server in a window of its own."""
+    """Opens a URL, or a path of the demo model's server, in a window of its own."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
     context.add_init_script(_EQUAL_SEEDS)
 
-    def open_path(path: str) -> Page:
+    def open_path(url: str) -> Page:
         page = context.new_page()
         page.set_default_timeout(_TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        page.goto(served_demo + path)
+        page.goto(url if "://" in url else served_demo + url)
         return page
 
     yield open_path

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
 
 

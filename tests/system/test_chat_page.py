@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from penstock.tools.free_port import free_port
 from tests.system.conftest import needs_chromium, take_picture
-from tests.system.processes import Command, backends_of, running
+from tests.system.processes import Command, backends_of, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,7 @@ pytestmark = needs_chromium
 def page(open_page: Callable[[str], Page]) -> Page:
     page = open_page("/")
     page.locator("#model option").wait_for(state="attached")
+    set_field(page, "temperature", "0")  # what a sampled text renders to, and when it ends, would be luck
     return page
 
 
@@ -53,7 +54,6 @@ def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     for field, default in (("temperature", "0.7"), ("top_p", "0.9"), ("top_k", "all"), ("min_p", "0")):
         expect(page.locator(f"#fields [name={field}]")).to_have_attribute("placeholder", default)
     set_field(page, "max_completion_tokens", "24")
-    set_field(page, "temperature", "0")
     ask(page, "What does os.path.join do?")
     answered(page)
     stats = page.locator(".stats").inner_text()
@@ -65,10 +65,6 @@ def test_answer_streams_and_stays_after_a_reload(page: Page) -> None:
     expect(page.locator(".answer .body").last).to_have_text(text, use_inner_text=True)
     assert page.locator("#input").input_value() == "half a th"
     assert page.locator("[name=temperature]").input_value() == "0"
-
-
-LONG = '{"type": "array", "items": {"type": "string"}, "minItems": 500}'
-"""A schema whose answer does not end soon."""
 
 
 def grows(page: Page, before: str = "") -> str:
@@ -128,14 +124,13 @@ def test_stream_outlives_page_tab_backend_and_server(browser: Browser) -> None:
         grows(page, text)
         page.keyboard.press("Escape")
         expect(page.locator(".failure")).to_have_text("stopped")
-        while context.request.get(f"{url}/v1/load").json()["running"]:
-            pass
+        wait_until(lambda: not context.request.get(f"{url}/v1/load").json()["running"], 60.0)
     context.close()
 
 
 def test_answers_and_edits_are_branches(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
-    ask(page, "first")
+    ask(page, "What is a list?")
     answered(page)
     first = page.locator(".answer .body").last.inner_text()
     page.get_by_role("button", name="Continue", exact=True).click()  # it was cut at its limit
@@ -149,12 +144,12 @@ def test_answers_and_edits_are_branches(page: Page) -> None:
     expect(page.locator(".branches")).to_have_text("‹ 1 of 2 ›")
     assert page.locator(".answer .body").last.inner_text().startswith(first)
     page.get_by_role("button", name="Edit and send again").first.click()
-    expect(page.locator("#input")).to_have_value("first")
+    expect(page.locator("#input")).to_have_value("What is a list?")
     ask(page, "third")
     answered(page)
     assert page.locator(".user .text").all_inner_texts() == ["third"]
     page.get_by_role("button", name="Earlier branch").click()
-    assert page.locator(".user .text").all_inner_texts() == ["first"]
+    assert page.locator(".user .text").all_inner_texts() == ["What is a list?"]
 
 
 def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
@@ -165,7 +160,7 @@ def test_answers_and_temperatures_stand_side_by_side(page: Page) -> None:
         ("second_temperature", "1.5"),
     ):
         set_field(page, name, value)
-    ask(page, "What is a heap?")
+    ask(page, "What is a tuple?")
     answered(page, 4)
     assert page.locator(".answer .label").all_inner_texts() == ["temperature 0"] * 2 + ["temperature 1.5"] * 2
     for figures in page.locator(".stats").all_inner_texts():  # each answer has its own
@@ -219,21 +214,6 @@ def test_schema_makes_json_with_a_mark_and_a_bad_one_is_explained(page: Page) ->
     expect(page.locator(".mark")).to_have_text("valid JSON ✓")
 
 
-def test_stopped_answer_frees_its_sequence(page: Page, served_demo: str) -> None:
-    set_field(page, "schema", LONG)
-    ask(page, "Count")
-    expect(page.locator(".answer pre")).to_have_text(re.compile(r".{6,}", re.DOTALL))
-    for _ in range(3):  # tokens that arrive at once have no rate
-        expect(page.locator(".answer pre")).not_to_have_text(page.locator(".answer pre").inner_text())
-    page.keyboard.press("Escape")
-    expect(page.locator(".failure")).to_have_text("stopped")
-    figures = re.compile(r"^stopped · first token after \d+ ms · [\d.]+ tokens/s · \d+ tokens$")
-    expect(page.locator(".stats")).to_have_text(figures)
-    while page.context.request.get(f"{served_demo}/v1/load").json()["running"]:
-        pass
-    expect(page.locator("#send")).to_be_visible()
-
-
 def events(*texts: str, usage: dict[str, Any] | None = None, **delta: Any) -> str:
     """A stream of one choice with these texts, then the delta, then the usage. All but the first have two tokens."""
     deltas: list[dict[str, Any]] = [{"role": "assistant"}, *({"content": text} for text in texts), delta]
@@ -277,8 +257,11 @@ def test_broken_stream_says_so(page: Page) -> None:
     expect(page.locator(".failure")).to_have_text("the connection broke before the answer's end")
 
 
-def test_page_follows_the_answer_until_the_reader_scrolls_away(page: Page) -> None:
-    set_field(page, "schema", LONG)
+def test_page_follows_an_answer_until_the_reader_scrolls_away_and_stops_it(
+    open_page: Callable[[str], Page], served_endless: str
+) -> None:
+    page = open_page(served_endless)
+    page.locator("#model option").wait_for(state="attached")
     page.set_viewport_size({"width": 900, "height": 240})
     ask(page, "Count")
     at_end = "scrollY > 20 && scrollY + innerHeight >= document.documentElement.scrollHeight - 1"
@@ -290,6 +273,11 @@ def test_page_follows_the_answer_until_the_reader_scrolls_away(page: Page) -> No
     page.get_by_role("button", name="To the end").click()
     page.wait_for_function(at_end)
     page.keyboard.press("Escape")
+    expect(page.locator(".failure")).to_have_text("stopped")
+    figures = re.compile(r"^stopped · first token after \d+ ms · [\d.]+ tokens/s · \d+ tokens$")
+    expect(page.locator(".stats")).to_have_text(figures)
+    wait_until(lambda: not page.context.request.get(f"{served_endless}/v1/load").json()["running"], 60.0)
+    expect(page.locator("#send")).to_be_visible()
 
 
 def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
@@ -378,6 +366,7 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
         page.keyboard.press(key)
         assert name in page.evaluate("document.activeElement.closest('label, button').textContent")
     page.keyboard.press("Shift+Tab")
+    page.get_by_role("button", name="Regenerate").wait_for()
     while page.evaluate("document.activeElement.textContent") != "Regenerate":
         page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")

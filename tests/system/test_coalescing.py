@@ -216,7 +216,7 @@ async def test_subscribers_survive_the_death_of_the_first_ones_frontend(servers:
     async with client() as http:
         alone = await ask(http, servers.second, [4, 2], 200, headers=NO_SHARING)
         joined = counted(servers.second, "requests_coalesced_total")
-        lost = asyncio.create_task(ask(http, servers.first, [4, 2], 3000))
+        lost = asyncio.create_task(ask(http, servers.first, [4, 2], 10_000))
         await until(servers.second, "sequences_running", 1)
         kept = [asyncio.create_task(ask(http, servers.second, [4, 2], 200)) for _ in range(4)]
         await until(servers.second, "requests_coalesced_total", joined + 4)
@@ -257,7 +257,7 @@ async def test_deadline_in_decode_ends_the_stream_and_frees_its_pages(servers: S
     expired = 'worker_streams_total{outcome="expired"}'
     async with client() as http:
         had = counted(servers.second, expired)
-        answer = await ask(http, servers.second, [3, 1], 10_000, timeout_ms=300)
+        answer = await ask(http, servers.second, [3, 1], 10_000, timeout_ms=2_000)
         assert (answer.status, answer.error["code"]) == (200, "timeout")
         assert answer.text
         whole = await ask(http, servers.second, [3, 1], 10_000, stream=False, headers={"X-Request-Timeout-Ms": "100"})

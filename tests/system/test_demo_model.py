@@ -165,6 +165,7 @@ def test_required_tool_calls_are_made_by_any_model(client: openai.OpenAI) -> Non
         "tool_choice": "required",
         "parallel_tool_calls": False,
         "max_tokens": 500,
+        "seed": 1,
     }
     for temperature in (0.0, 1.0):
         (choice,) = client.chat.completions.create(**request, temperature=temperature).choices

@@ -104,8 +104,9 @@ async def test_killed_frontend_ends_only_its_own_streams(pair: Pair) -> None:
 async def test_streams_resume_after_the_backend_is_killed(pair: Pair) -> None:
     frontend = pair.frontends[0]
     async with client() as http:
-        alone = [await read_stream(http, frontend.url, body([number, 6], 40)) for number in range(4)]
-        streams = [asyncio.create_task(read_stream(http, frontend.url, body([number, 6], 40))) for number in range(4)]
+        requests = [body([number, 6], 100) for number in range(4)]
+        alone = await asyncio.gather(*(read_stream(http, frontend.url, request) for request in requests))
+        streams = [asyncio.create_task(read_stream(http, frontend.url, request)) for request in requests]
         await asyncio.to_thread(wait_until, lambda: (frontend.ready() or {}).get("running", 0) == 4, 60.0)
         await asyncio.to_thread(pair.restart_backend)
         assert await asyncio.gather(*streams) == alone
@@ -129,7 +130,7 @@ async def test_terminated_frontend_finishes_its_streams_first(pair: Pair) -> Non
     with running(frontend):
         await asyncio.to_thread(frontend.wait_ready)
         async with client() as http:
-            stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 40)))
+            stream = asyncio.create_task(read_stream(http, frontend.url, body([3, 3], 100)))
             await asyncio.to_thread(wait_until, lambda: (pair.frontends[1].ready() or {}).get("running", 0) == 1, 60.0)
             frontend.process.terminate()
             assert len(await stream) > 0

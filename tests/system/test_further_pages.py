@@ -12,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.system.conftest import needs_chromium, take_picture
-from tests.system.processes import Command, backends_of, running
+from tests.system.processes import Command, backends_of, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -153,7 +153,7 @@ def open_form(page: Page, operation: str) -> Locator:
 
 
 def test_chat_example_streams_and_can_be_stopped(
-    open_page: Callable[[str], Page], served_demo: str, errors: list[str]
+    open_page: Callable[[str], Page], served_endless: str, errors: list[str]
 ) -> None:
     page = open_page("/docs")
     page.get_by_role("link", name="Engine").wait_for()
@@ -177,15 +177,17 @@ def test_chat_example_streams_and_can_be_stopped(
     expect(form.locator(".headers")).to_contain_text("mine-1")
     errors[:] = [error for error in errors if "status of 400" not in error]
 
+    page = open_page(f"{served_endless}/docs")
+    form = open_form(page, "post_v1_chat_completions")
+    body, status = form.get_by_label("Body", exact=True), form.get_by_role("status")
     body.fill(
-        '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": true, "stream": true}'
+        '{"messages": [{"role": "user", "content": "x"}], "max_tokens": 9000, "ignore_eos": true, "stream": true}'
     )
     form.get_by_role("button", name="Send").press("Enter")
     expect(form.get_by_role("region", name="Text of the answer")).to_be_visible()
     form.get_by_role("button", name="Stop").press("Enter")
     expect(status).to_have_text(re.compile(r"^200 OK · stopped after \d+ ms$"))
-    while page.context.request.get(f"{served_demo}/v1/load").json()["running"]:
-        pass
+    wait_until(lambda: not page.context.request.get(f"{served_endless}/v1/load").json()["running"], 60.0)
 
 
 def test_endpoint_with_parameters_is_found_and_tried(open_page: Callable[[str], Page], errors: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_REQUESTS = 16
+NUM_PROBES = 8
 FREE, LIMITED, OTHER = ({"authorization": f"Bearer sk-{name}"} for name in ("free", "limited", "other"))
 KEYS = "sk-free\nsk-limited requests_in_flight=128 tokens_per_minute=400000\nsk-other\n"
 
@@ -73,37 +73,28 @@ async def test_choices_without_number_leave_the_worker_responsive(server: Server
             async for data in response.aiter_raw():
                 num_bytes += len(data)
 
-    async def probe(http: httpx.AsyncClient, path: str, until_s: float) -> list[float]:
-        took_s = []
-        while time.monotonic() < until_s:
-            began_s = time.monotonic()
+    async def probe(http: httpx.AsyncClient, path: str) -> None:
+        for number in range(NUM_PROBES):
             if path:
                 response = await http.get(f"{server.frontend.url}/{path}")
             else:
                 # A prompt of its own each time, so that it joins nothing.
-                body = {"prompt": [len(took_s) + 1, 3], "max_tokens": 2, "temperature": 0}
+                body = {"prompt": [number + 1, 3], "max_tokens": 2, "temperature": 0}
                 response = await http.post(server.url, json=body, headers=OTHER)
             assert response.status_code == 200
-            took_s.append(time.monotonic() - began_s)
-            await asyncio.sleep(0.05)
-        return took_s
 
     async with httpx.AsyncClient(timeout=60.0, verify=False) as http:  # noqa: S501
         floods = [asyncio.create_task(flood(http)) for _ in range(NUM_REQUESTS)]
         await began.wait()
-        until_s = time.monotonic() + 3.0
-        probes = [asyncio.create_task(probe(http, path, until_s)) for path in ("health", "ready", "")]
-        await asyncio.wait(probes, timeout=2.0)
-        num_bytes_then = num_bytes
+        # Nobody waits for the flood, which lasts for 20,000 steps of 4 ms, and the flood gets its tokens meanwhile.
+        await asyncio.gather(*(probe(http, path) for path in ("health", "ready", "")))
+        assert not any(task.done() for task in floods)
+        assert num_bytes > 100_000
+        cancelled = asyncio.create_task(probe(http, "health"))
         for task in floods:  # 2,048 streams are cancelled at once
             task.cancel()
         await asyncio.gather(*floods, return_exceptions=True)
-        took_s = await asyncio.gather(*probes)
-    # One piece at a time may be late on a busy machine, but nobody waits for the flood, and the flood gets its tokens.
-    assert max(took_s[0] + took_s[1]) < 2.0
-    assert max(took_s[2]) < 8.0
-    assert len(took_s[0]) > 7
-    assert num_bytes_then > 100_000
+        await cancelled
     await asyncio.to_thread(server.frontend.wait_idle)
 
 

@@ -1,4 +1,7 @@
-"""Tools with a real model whose chat template has none: SmolLM2-135M-Instruct."""
+"""Tools with a real model whose chat template has none: SmolLM2-135M-Instruct.
+
+The SDKs are imported where they are used: together they take two seconds, which each worker of a run would spend.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,8 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
-import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from tests.real_models import download_timeout
@@ -21,6 +20,8 @@ from tests.system.processes import Command, running
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import openai
 
 pytestmark = download_timeout
 
@@ -125,12 +126,16 @@ def by_responses(client: openai.OpenAI, choice: str, *, streams: bool) -> Calls:
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
 @pytest.mark.parametrize("ask", [by_chat, by_responses])
 def test_openai_sdk_calls_a_function_of_a_model_without_tools(url: str, ask: Any, choice: str) -> None:
+    import openai
+
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         assert [ask(client, choice, streams=streams) for streams in (False, True)] == [ROME, ROME]
 
 
 @pytest.mark.parametrize("choice", ["auto", "any", "tool"])
 def test_anthropic_sdk_calls_a_function_of_a_model_without_tools(url: str, choice: str) -> None:
+    import anthropic
+
     named = {"name": "get_weather"} if choice == "tool" else {}
     body: dict[str, Any] = {
         "model": MODEL,
@@ -158,6 +163,9 @@ def test_anthropic_sdk_calls_a_function_of_a_model_without_tools(url: str, choic
 
 @pytest.mark.parametrize("uses_responses", [False, True])
 def test_langchain_calls_a_function_of_a_model_without_tools(url: str, uses_responses: bool) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
     messages = [
         HumanMessage(FIRST),
         AIMessage("", tool_calls=[{"id": "call_1", "name": "get_weather", "args": GIVEN}]),

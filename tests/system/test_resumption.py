@@ -144,8 +144,8 @@ async def test_hung_backend_is_replaced_and_its_streams_go_on(tmp_path: Path) ->
     with running(serve):
         url = (await in_thread(serve.wait_for, r"^Ready: (http://\S+)/v1$")).group(1)
         async with client() as http:
-            requests = [body([number, 6], 40, seed=number) for number in range(4)]
-            alone = [await read_stream(http, url, request) for request in requests]
+            requests = [body([number, 6], 100, seed=number) for number in range(4)]
+            alone = await asyncio.gather(*(read_stream(http, url, request) for request in requests))
             streams = [asyncio.create_task(read_stream(http, url, request)) for request in requests]
             await in_thread(wait_until, lambda: running_at(url) == 4, 60.0)
             (backend,) = await in_thread(backends_of, serve)
