@@ -240,26 +240,19 @@ def test_guess_is_the_text_that_the_grammar_forces_and_stops_in_free_text() -> N
     assert guesses == ['name": "', "", "", "", '\n "age":', ""]
 
 
-def test_no_second_guess_is_made_after_a_panic() -> None:
-    tokenizer = load_tokenizer(TOKENIZER_JSON, VOCAB_SIZE, (EOS,))
+def test_drafts_get_no_masks_and_a_grammar_no_guesses_if_the_library_cannot_copy() -> None:
     matcher = Mock(**{"is_error.return_value": False, "deep_copy.side_effect": Panic("no")})
-    grammar = CompiledGrammar(matcher, EOS, tokenizer=tokenizer)
-    constraints = SequenceConstraints(Constraints(grammar=Grammar("regex", "a")), grammar, STOPS, VOCAB_SIZE)
-    constraints.advance(1)
-    for _ in range(2):
-        constraints.wants_guess = True
-        constraints.make_guess()
-    assert constraints.guess == (0, [])
-    assert matcher.deep_copy.call_count == 1
-
-
-def test_drafts_get_no_masks_if_the_grammar_library_cannot_copy() -> None:
-    matcher = Mock(**{"is_error.return_value": False, "deep_copy.side_effect": Panic("no")})
+    grammar = CompiledGrammar(matcher, EOS, tokenizer=load_tokenizer(TOKENIZER_JSON, VOCAB_SIZE, (EOS,)))
     requested = Constraints(grammar=Grammar("regex", "a"), grammar_ends=(1,))
-    constraints = SequenceConstraints(requested, CompiledGrammar(matcher, EOS), STOPS, VOCAB_SIZE)
+    constraints = SequenceConstraints(requested, grammar, STOPS, VOCAB_SIZE)
     masks, faults, _ = fill_masks([MaskedRow(0, 0, constraints, [0, 1], drafts=[1])], VOCAB_SIZE)
     assert masks is not None
     assert (masks.rows.tolist(), faults) == ([0], {})
+    constraints.advance(1)
+    for _ in range(2):  # the second time nothing is tried
+        constraints.wants_guess = True
+        constraints.make_guess()
+    assert (constraints.guess, matcher.deep_copy.call_count) == ((0, []), 2)
 
 
 @pytest.mark.parametrize(
