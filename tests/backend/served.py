@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -39,6 +40,7 @@ def served(
     forward_pass = executor.start(load)
     board = BackendBoard.create(digest_bytes(num_pages))
     board.max_waiting = 100
+    board.pid = os.getpid()  # else clients take the path for another backend's
     board.beat()
     card = ModelCard("m", "", 1, forward_pass.spec.vocab_size, num_pages * page_size, 100)
     with TemporaryDirectory(prefix="ps-") as directory:

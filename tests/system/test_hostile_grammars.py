@@ -17,8 +17,8 @@ from tests.system.completions import PACED
 from tests.system.processes import Command, Frontend, descendants, running, start_backend, wait_until
 
 KEYS = ("--api-key", "hostile", "--api-key", "other")
-LIMIT_REACHED = re.compile(r"takes (longer than the limit of 3 s|more memory than the limit of 256 MiB)")
-"""A fast CPU fills 256 MiB in less than 3 s."""
+LIMIT_REACHED = re.compile(r"takes (longer than the limit of 10 s|more memory than the limit of 256 MiB)")
+"""A fast CPU fills 256 MiB in less than 3 s; a busy one must come as far as is_compiling looks for."""
 
 
 def hostile_schema(letters: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def is_gone(pid: int) -> bool:
 
 def test_hostile_grammar_costs_nobody_but_its_own_request(tmp_path: Path) -> None:
     socket = tmp_path / "private" / "backend.sock"
-    backend = start_backend(socket, *PACED, "--grammar-timeout-s", "3")
+    backend = start_backend(socket, *PACED, "--grammar-timeout-s", "10")
     frontend = Frontend(socket, *KEYS)
     with running(frontend, backend), ThreadPoolExecutor(2) as client:
         frontend.wait_ready()
