@@ -84,7 +84,7 @@ PINNED_PACKAGES = {
     ),
 }
 _NAME_OF_PACKAGE = {name.package: pinned.model for name, pinned in PINNED_PACKAGES.items()}
-"""Of any version: one that names none gets the same name in the API."""
+"""A package's model in the API, whichever version the user names, or none."""
 
 ModelName: TypeAlias = Path | HubName | PackageName
 

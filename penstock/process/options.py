@@ -167,7 +167,7 @@ def _variable(option: str) -> str:
 
 
 def from_environment(option: str) -> Parameter:
-    """Of a command without the environment: the variable that has one meaning everywhere, such as PENSTOCK_URL."""
+    """Let this one variable set an option of a command with NO_ENVIRONMENT: PENSTOCK_URL means the same in all."""
     return Parameter(env_var=_variable(option))
 
 

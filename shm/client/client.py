@@ -325,7 +325,10 @@ class BackendClient:
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            (self._send_soon if isinstance(stream, PooledStream) and stream.group > 0 else self._send)()
+            if isinstance(stream, PooledStream) and stream.group > 0:
+                self._send_soon()
+            else:
+                self._send()
         else:
             self._held.hold(stream)
         return stream

@@ -27,7 +27,7 @@ class Firefox:
 
     def __init__(self, socket: ClientConnection) -> None:
         self.errors: list[str] = []
-        """Of the page's console."""
+        """What the console of the page shows as errors."""
         self._socket = socket
         self._ids = itertools.count(1)
         self._call("session.new", capabilities={})

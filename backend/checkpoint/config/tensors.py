@@ -86,7 +86,7 @@ class ExpertSlice:
     takes_turns: bool
     """Outputs of gate and up alternate; otherwise all of gate come first."""
     may_have_outputs_first: bool = False
-    """The shape of a matrix says whether it is [inputs, outputs]; a square one has outputs first."""
+    """The shape of a matrix says whether it is [inputs, outputs]; a square one is refused."""
 
     def part_name(self, part: str) -> str:
         """Name of the tensor with this part for all experts, if a quantised format stores matrices in parts."""

@@ -229,6 +229,10 @@ def _find(
     plain = PlainTensor(name, file, stored)
     if place is None:
         return plain
+    if place.may_have_outputs_first and len(stored.shape) == 3 and stored.shape[1] == stored.shape[2]:
+        raise StartupError(
+            f"{file.path}: tensor {name} has shape {list(stored.shape)}, which does not tell inputs from outputs"
+        )
     outputs_first = place.may_have_outputs_first and stored.shape == shapes[-1]
     return ExpertTensor(
         plain, place, inputs_first=stored.dtype in FLOAT_DTYPES and len(stored.shape) > 2 and not outputs_first

@@ -75,10 +75,14 @@ TEXT_PARTS = {
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *TEXT_PARTS)
 
-_SPELLINGS = {name.lower().replace("_", ""): name for name in SUPPORTED_ARCHITECTURES} | {
-    "yiforcausallm": "LlamaForCausalLM"
-}
-"""In lower case, without _: the first Llamas are LLaMAForCausalLM. Yi is a Llama with another name."""
+
+def _spelled(name: str) -> str:
+    """Without case and underscores: the first Llamas are LLaMAForCausalLM."""
+    return name.lower().replace("_", "")
+
+
+_KNOWN = {_spelled(name): name for name in SUPPORTED_ARCHITECTURES} | {"yiforcausallm": "LlamaForCausalLM"}
+"""By spelling. Yi is a Llama with another name."""
 
 
 def find_architecture(values: Mapping[str, Any]) -> object:
@@ -88,7 +92,7 @@ def find_architecture(values: Mapping[str, Any]) -> object:
     """
     named = values.get("architectures")
     if isinstance(named, list) and named:
-        return _SPELLINGS.get(named[0].lower().replace("_", ""), named[0]) if isinstance(named[0], str) else named[0]
+        return _KNOWN.get(_spelled(named[0]), named[0]) if isinstance(named[0], str) else named[0]
     if named:
         return named
     return decoder_of(str(values.get("model_type")).removesuffix("_text"), reads_images="text_config" in values)
@@ -96,6 +100,4 @@ def find_architecture(values: Mapping[str, Any]) -> object:
 
 def decoder_of(stem: str, *, reads_images: bool = False) -> str | None:
     """The decoder with this name before ForCausalLM, or of a model that also reads images before its own suffix."""
-    return _SPELLINGS.get(
-        stem.lower().replace("_", "") + ("forconditionalgeneration" if reads_images else "forcausallm")
-    )
+    return _KNOWN.get(_spelled(stem) + ("forconditionalgeneration" if reads_images else "forcausallm"))

@@ -1,4 +1,4 @@
-"""gpt-oss keeps the experts of a layer together, as floats or, as it is published, in MXFP4: against transformers."""
+"""Experts of a layer together in one tensor: gpt-oss (floats or MXFP4) and Qwen3-VL, against transformers."""
 
 from __future__ import annotations
 
@@ -194,3 +194,26 @@ def test_inputs_that_do_not_fill_blocks_are_refused(tmp_path: Path) -> None:
     message = r"gate_up_proj, mxfp4, MXFP4: 48 inputs are not a multiple of the numbers in a block, 32"
     with pytest.raises(StartupError, match=message):
         open_checkpoint(model_dir)
+
+
+def test_both_orders_of_qwen3_vls_experts_are_the_same_weights(tmp_path: Path) -> None:
+    saved = make_checkpoint("qwen3-vl-moe", tmp_path / "saved")
+    other = make_checkpoint("qwen3-vl-moe", tmp_path / "other")
+    tensors = load_file(saved / "model.safetensors")
+    turned = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if name.endswith(MATRICES)}
+    assert len(turned) == 4
+    save_file(tensors | turned, other / "model.safetensors", metadata={"format": "pt"})
+    layers = []
+    for model_dir in (saved, other):
+        with open_weights(model_dir, read_decoder_config(model_dir)) as weights:
+            layers.append(weights.layer(0, torch.float32))
+    for name in ("expert_gate_up", "expert_down"):
+        first, second = (getattr(layer, name) for layer in layers)
+        assert torch.equal(first, second)
+
+
+def test_square_matrices_of_either_order_are_refused(tmp_path: Path) -> None:
+    model_dir = make_checkpoint("qwen3-vl-moe", tmp_path, hidden_size=80, head_dim=16, moe_intermediate_size=40)
+    message = r"experts.gate_up_proj has shape \[9, 80, 80\], which does not tell inputs from outputs"
+    with pytest.raises(StartupError, match=message), open_weights(model_dir, read_decoder_config(model_dir)) as weights:
+        weights.layer(0, torch.float32)
