@@ -325,10 +325,8 @@ class BackendClient:
             stream.expiry = asyncio.get_running_loop().call_later(delay_s, stream.expire)
         if is_ready:
             self._outbox.submit(stream)
-            if isinstance(stream, PooledStream) and stream.group > 0:
-                self._send_soon()
-            else:
-                self._send()
+            is_grouped = isinstance(stream, PooledStream) and stream.group > 0
+            self._send_soon() if is_grouped else self._send()
         else:
             self._held.hold(stream)
         return stream
