@@ -39,6 +39,17 @@ _INTERLEAVED_MROPE = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
+_GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100_000.0},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -243,6 +254,39 @@ PRESETS: dict[str, Preset] = {
             "rope_parameters": _INTERLEAVED_MROPE,
         },
         text_config="Qwen3VLMoeTextConfig",
+    ),
+    "gemma4-e": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 256,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-moe": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
     ),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),

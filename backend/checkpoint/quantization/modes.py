@@ -14,6 +14,7 @@ import torch
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
+    INPUT_TABLE,
     LINEARS,
     STACKED_IN_PARTS,
     TensorSpec,
@@ -206,7 +207,8 @@ def _stored_form(
     """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
     found: list[WeightForm | None] = []
     for spec in specs:
-        matrix = formats.of(spec.name) if spec.name != EMBEDDING or formats.cover_embedding else None
+        is_covered = spec.name not in (EMBEDDING, INPUT_TABLE) or formats.cover_embedding
+        matrix = formats.of(spec.name) if is_covered else None
         found.append(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
     in_parts = name.endswith(STACKED_IN_PARTS)
     return stacked_form(found, [spec.shape[0] for spec in specs], keeps, in_parts=in_parts)

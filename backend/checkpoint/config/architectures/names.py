@@ -48,6 +48,11 @@ TEXT_PARTS = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Gemma4ForConditionalGeneration": TextPart(
+        {"gemma4_text": FAMILIES["Gemma4ForCausalLM"]},
+        tie_embeddings=True,
+        defaults={"vocab_size": 262_144, "num_attention_heads": 8, "max_position_embeddings": 131_072},
+    ),
     "Mistral3ForConditionalGeneration": TextPart(
         {"mistral": FAMILIES["MistralForCausalLM"], "ministral3": FAMILIES["Ministral3ForCausalLM"]},
         tie_embeddings=False,

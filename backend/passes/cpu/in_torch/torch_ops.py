@@ -13,12 +13,13 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
-from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
+from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, rows_of
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
@@ -104,14 +105,16 @@ class TorchStep:
     """One step's tokens as tensors."""
 
     input_ids: Tensor
-    turns: Tensor
-    """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
+    turns: tuple[Tensor, ...]
+    """[T, 2, 1, rotary_dim / 2] for each rope: cosines and sines."""
     paged: list[PagedStep]
     """By group of layers."""
     last_tokens: Tensor
     """[L + S] `StepBatch.logit_tokens`."""
     num_logits: int
     embeddings: tuple[EmbeddedTokens, ...]
+    is_narrowed: bool = False
+    """To last_tokens."""
 
 
 class TorchOps:
@@ -124,13 +127,17 @@ class TorchOps:
         """rounds_rows: activations of int8 products have one scale per row."""
         self._config = config
         self._rounds_rows = rounds_rows
-        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._heads = [
+            HeadShape(config.num_heads, *config.heads_of_layer(index)) for index in range(config.num_layers)
+        ]
         self._rope_table = RopeTable(*config.ropes)
-        self._rotary_dim = config.rope.rotary_dim
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self.adapters = TorchAdapters()
         self.cache = PagedCache((), 0, 1, "fp32")
+        self.side = TorchSideOps(
+            config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self.add_norm
+        )
 
     @property
     def experts(self) -> TorchExpertOps | None:
@@ -163,8 +170,15 @@ class TorchOps:
         return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        shape = KvShape(self._heads.num_kv_heads, self._heads.head_dim, self._heads.head_dim)
-        self.cache = PagedCache([shape] * num_layers, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+        shapes = [KvShape(heads.num_kv_heads, heads.head_dim, heads.head_dim) for heads in self._heads]
+        if self._config.full_heads is not None:
+            num_layers = self._config.num_layers - self._config.num_shared_layers
+        self.cache = PagedCache(shapes[:num_layers], num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+
+    def _cache_index(self, layer: AttentionLayer) -> int:
+        """Layers of different sizes are one group here, in which each has pages of its own size."""
+        own = layer.index if layer.source is None else layer.source
+        return layer.cache_index if self._config.full_heads is None else own
 
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
@@ -172,10 +186,10 @@ class TorchOps:
         self.adapters.begin_step(batch)
         positions = paged[0].positions
         turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
-        turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
+        of_ropes = torch.split(turns, [rope.rotary_dim for rope in self._config.ropes], dim=1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            turns=turns,
+            turns=tuple(own.view(len(positions), 2, 1, -1) for own in of_ropes),
             paged=paged,
             last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
             num_logits=len(batch.logit_rows),
@@ -183,10 +197,7 @@ class TorchOps:
         )
 
     def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
-        if isinstance(table, torch.Tensor):
-            residual = functional.embedding(step.input_ids, table).float()
-        else:
-            residual = take_rows(table, step.input_ids).dequantize()
+        residual = rows_of(table, step.input_ids)
         if self._embedding_scale != 1.0:
             residual.mul_(self._embedding_scale)
         place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
@@ -217,7 +228,17 @@ class TorchOps:
 
     def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor, norm: Tensor | None = None) -> None:
         product = self._adapted(x, weights)
-        residual.add_(product if norm is None else self._row_norm(product.float(), norm))
+        if norm is None:
+            residual.add_(product)
+        else:
+            self.add_norm(product.float(), norm, residual)
+
+    def add_norm(self, x: Tensor, norm: Tensor, residual: Tensor) -> None:
+        hidden = self._config.hidden_size
+        if len(norm) == hidden + 1:
+            residual.add_(self._row_norm(x, norm[:hidden])).mul_(norm[hidden])
+        else:
+            residual.add_(self._row_norm(x, norm))
 
     def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         product = self._adapted(x, weights).float()
@@ -233,28 +254,36 @@ class TorchOps:
         return product_by_product(x, weights, ends, self._product)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
-        heads = qkv.view(len(qkv), -1, self._heads.head_dim)
-        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
-        parts = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads]
-        for part, norm, rope in zip(parts, (layer.q_norm, layer.k_norm), layer.ropes, strict=True):
+        shape = self._heads[layer.index]
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+        parts = [(queries, layer.q_norm, layer.ropes[0])]
+        if layer.source is None:
+            parts += [(keys, layer.k_norm, layer.ropes[1]), (values, layer.v_norm, None)]
+        for part, norm, rope in parts:
             if norm is not None:
                 part.copy_(self._norm_heads(part.float(), norm))
             if rope is not None:
-                cos, sin = step.turns[:, rope].unbind(1)
-                x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
-                rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
-                part[..., : self._rotary_dim] = rotated
-        step.paged[layer.group].store(layer.cache_index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
+                cos, sin = step.turns[rope].unbind(1)
+                rotary_dim = 2 * cos.shape[-1]
+                x, y = part[..., :rotary_dim].float().chunk(2, dim=-1)
+                part[..., :rotary_dim] = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+        if layer.source is None:
+            step.paged[layer.group].store(self._cache_index(layer), keys, values)
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
-        queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
+        heads = self._heads[layer.index]
+        queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+        return paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
         self.adapters.narrow(step.last_tokens.numpy())
-        narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
+        paged = [own.single(step.last_tokens.numpy()) for own in step.paged]
+        turns = tuple(own[step.last_tokens] for own in step.turns)
+        narrowed = replace(step, paged=paged, turns=turns, is_narrowed=True)
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:
@@ -286,7 +315,7 @@ class TorchOps:
         self.cache = PagedCache((), 0, 1, "fp32")
 
     def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise rows: x [T, hidden] fp32, weight as given to `norm`."""
+        """Normalise rows: x [T, n] fp32, weight as given to `norm`."""
         if self._config.norm == "rms":
             return self._normalise(x) * weight
         scale, bias = weight.chunk(2)
@@ -296,7 +325,7 @@ class TorchOps:
         """Normalise heads [T, heads, head_dim] fp32."""
         if self._config.qk_norm == "projection":
             return (self._normalise(heads.flatten(1)) * weight).view(heads.shape)
-        return self._normalise(heads) * weight.view(-1, self._heads.head_dim)
+        return self._normalise(heads) * weight.view(-1, heads.shape[-1])
 
     def _normalise(self, x: Tensor) -> Tensor:
         if self._config.norm == "layer":
