@@ -269,6 +269,12 @@ PRESETS: dict[str, Preset] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma4-vision": Preset(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0},
+        text_config="Gemma4TextConfig",
+    ),
     "gemma4": Preset(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
@@ -350,6 +356,9 @@ def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
                 parameter.copy_(1 + 0.2 * noise)
             else:
                 parameter.copy_(noise * (0.2 if name.endswith("bias") else 0.15))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -167,8 +167,8 @@ class NativeOps:
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
         self.side: NativeSideOps | None = None
         if config.layer_input_size or config.has_experts_beside:
-            parts = (self._do, self._linear, self.norm, self.add_norm, self.experts)
-            self.side = NativeSideOps(config, self.weights, dtype, *parts)
+            parts = (self._do, self._linear, self.norm, self.add_norm)
+            self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
         self._activations = (*buffers, *added, *(() if self.side is None else self.side.buffers))
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NativeSideOps:
-    """Implements `SideOps`. do, linear, norm, add_norm and experts are those of `NativeOps`."""
+    """Implements `SideOps`. do, linear, norm, add_norm and experts() are those of `NativeOps` at any time."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class NativeSideOps:
         linear: Callable[[int, PackedLinear, int, LinearOutput], int],
         norm: Callable[[int, Tensor | None], int],
         add_norm: Callable[..., None],
-        experts: NativeExpertOps | None,
+        experts: Callable[[], NativeExpertOps | None],
     ) -> None:
         size, width = config.layer_input_size, config.hidden_size
         self._packer, self._experts = packer, experts
@@ -52,7 +52,7 @@ class NativeSideOps:
         self._owners: tuple[object, ...] = ()
         """Of the memory that the struct points to."""
         self._inputs, self._gates = Buffer(config.num_layers * size, torch.float32), Buffer(size, dtype)
-        self._results, self._sum = Buffer(width, torch.float32), Buffer(width if experts else 0, torch.float32)
+        self._results, self._sum = Buffer(width, torch.float32), Buffer(width, torch.float32)
         self.buffers = (self._inputs, self._gates, self._results, self._sum)
 
     def pack_inputs(
@@ -86,12 +86,13 @@ class NativeSideOps:
     def add_experts(
         self, mixed: int, down: PackedLinear, experts: PackedExperts, norms: BesideNorms, residual: int
     ) -> None:
-        if self._experts is None:
+        own = self._experts()
+        if own is None:
             raise ValueError("these operations have none for experts")
         dense = self._linear(mixed, down, self._results.address, LinearOutput.STORE_FLOAT)
         self._add_norm(dense, norms.dense, self._sum.address, AddNorm.STORE)
-        self._experts.rate(self._norm(residual, norms.router), experts)
+        own.rate(self._norm(residual, norms.router), experts)
         x = self._norm(residual, norms.expert_inputs)
-        self._experts.add_rated(x, experts, self._results.address, replaces=True)
+        own.add_rated(x, experts, self._results.address, replaces=True)
         self._add_norm(self._results.address, norms.experts, self._sum.address)
         self._add_norm(self._sum.address, norms.sum, residual)

@@ -88,12 +88,12 @@ class CpuDecoderPass(HostSampling):
 
         groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
         """
-        if not isinstance(ops, NativeOps) and config.full_heads is not None and len((groups or one_group(config)).windows) > 1:
-            raise StartupError("this machine has no kernels for heads of several sizes in pages that layers share")
+        self._groups = groups or one_group(config)
+        if config.full_heads is not None and not isinstance(ops, NativeOps) and len(self._groups.windows) > 1:
+            raise StartupError(f"{config.architecture} needs the CPU kernels: its heads of two sizes share pages")
         sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
         super().__init__(config.vocab_size, max_running, sampler)
         self._config = config
-        self._groups = groups or one_group(config)
         self._ops = ops
         self._dtype = dtype
         self._turns_heads = turns_heads

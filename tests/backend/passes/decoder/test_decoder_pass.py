@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.ops.layer_groups import split_groups
+from penstock.backend.passes.ops.layer_groups import one_group, split_groups
 from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
@@ -71,7 +72,9 @@ def make_pass(
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
-        ops, groups = make_ops(config, dtype), split_groups(config)
+        ops = make_ops(config, dtype)
+        shares = isinstance(ops, NativeOps) or config.full_heads is None
+        groups = split_groups(config) if shares else one_group(config)
         return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups)
 
 
