@@ -174,7 +174,7 @@ def make_config(
     if architecture is _OLMO3:
         own["rope_local_base_freq"] = own["rope_local_base_freq"] or theta
     sizes = (
-        gemma4_settings(metadata, tensors.keys(), layers, head_dim)
+        gemma4_settings(metadata, tensors.keys(), embedding.shape[0], layers, head_dim)
         if architecture.has_layer_sizes
         else _sizes(metadata, heads, head_dim, own)
     )

@@ -16,7 +16,9 @@ _NEVER = 1e30
 """The factor of wavelengths of dimensions that do not turn."""
 
 
-def gemma4_settings(metadata: Metadata, tensors: Collection[str], layers: int, head_dim: int | None) -> dict[str, Any]:
+def gemma4_settings(
+    metadata: Metadata, tensors: Collection[str], vocab_size: int, layers: int, head_dim: int | None
+) -> dict[str, Any]:
     """head_dim: of layers without a window. Raises StartupError naming the key."""
     flags = metadata.integers("attention.sliding_window_pattern", layers)
     own_dim, shared = metadata.required("attention.key_length_swa"), metadata.own("attention.shared_kv_layers", int) or 0
@@ -49,6 +51,7 @@ def gemma4_settings(metadata: Metadata, tensors: Collection[str], layers: int, h
         "num_global_key_value_heads": min(of_kind.get(0, {kv_heads[0]})),
         "has_layer_config": True,
         "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in tensors for index in full),
+        "vocab_size_per_layer_input": vocab_size,
         "hidden_size_per_layer_input": metadata.own("embedding_length_per_layer_input", int) or 0,
     }
 
