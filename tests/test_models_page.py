@@ -48,6 +48,7 @@ MODELS = {
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B (text)",
+    "Gemma4ForCausalLM": "Gemma 4 (text)",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
     "GraniteForCausalLM": "Granite 3, 3.1, 3.2, 3.3",
@@ -57,6 +58,7 @@ MODELS = {
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "Starcoder2ForCausalLM": "StarCoder2",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (text only)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B (text only)",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B; Ministral 3 3B, 8B, 14B (text only)",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL (text only)",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL (text only)",
@@ -134,7 +136,8 @@ def on_gpu(missing: set[str | None]) -> str:
 
 
 def tiny(preset: str) -> DecoderConfig:
-    return parse_decoder_config(make_config(preset).to_dict() | {"architectures": [PRESETS[preset].model]})
+    values = json.loads(make_config(preset).to_json_string())
+    return parse_decoder_config(values | {"architectures": [PRESETS[preset].model]})
 
 
 def transformers_rows() -> list[str]:

@@ -60,9 +60,7 @@ class GgufNames:
             **dict(zip(gate_up, names.gate_up, strict=True)),
             "ffn_down": names.down,
             "ffn_gate_inp": names.router,
-            **{
-                own: f"{names.expert}.{name}" for own, name in zip(expert_gate_up, names.expert_gate_up, strict=True)
-            },
+            **{own: f"{names.expert}.{name}" for own, name in zip(expert_gate_up, names.expert_gate_up, strict=True)},
             "ffn_down_exps": f"{names.expert}.{names.expert_down}",
             "post_ffw_norm_1": "post_feedforward_layernorm_1",
             "pre_ffw_norm_2": "pre_feedforward_layernorm_2",

@@ -167,7 +167,7 @@ class NativeOps:
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
         self.side: NativeSideOps | None = None
         if config.layer_input_size or config.has_experts_beside:
-            parts = (self._do, self._linear, self.norm, self.add_norm)
+            parts = (self._do, self._linear, self.norm, self._add_norm)
             self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
         self._activations = (*buffers, *added, *(() if self.side is None else self.side.buffers))
         for buffer in self._activations:
@@ -317,9 +317,9 @@ class NativeOps:
             self._linear(x, weights, residual, LinearOutput.ADD)
             return
         added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
-        self.add_norm(added, norm, residual)
+        self._add_norm(added, norm, residual)
 
-    def add_norm(self, x: int, norm: Tensor, residual: int, form: AddNorm = AddNorm.ADD) -> None:
+    def _add_norm(self, x: int, norm: Tensor, residual: int, form: AddNorm = AddNorm.ADD) -> None:
         if len(norm) == self._residual.width + 1:
             form = AddNorm.ADD_AND_SCALE
         self._do(OperationKind.ADD_NORM, norm.data_ptr(), x, residual, form)

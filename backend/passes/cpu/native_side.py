@@ -55,13 +55,13 @@ class NativeSideOps:
         self._results, self._sum = Buffer(width, torch.float32), Buffer(width, torch.float32)
         self.buffers = (self._inputs, self._gates, self._results, self._sum)
 
-    def pack_inputs(
-        self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor
-    ) -> None:
+    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
         pack = self._packer.pack
         is_plain = isinstance(table, torch.Tensor)
-        rows = self._packer.table(table) if isinstance(table, torch.Tensor) else EmbeddingTable.of_packed(
-            pack(table, None, 1.0, is_gated=False)
+        rows = (
+            self._packer.table(table)
+            if isinstance(table, torch.Tensor)
+            else EmbeddingTable.of_packed(pack(table, None, 1.0, is_gated=False))
         )
         vector = self._packer.vector(norm)
         self._projection = pack(projection, None, self._projection_scale, is_gated=False)

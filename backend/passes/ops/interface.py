@@ -183,9 +183,7 @@ class BesideNorms:
 class SideOps(Protocol):
     """Operations beside attention and the MLP, of models with inputs of layers or experts beside the MLP."""
 
-    def pack_inputs(
-        self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor
-    ) -> None:
+    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
         """Keep what `begin_inputs` needs, as in `LayerWeights`. The caller drops its copy."""
 
     def begin_inputs(self, residual: Array, step: Step) -> None:

@@ -79,6 +79,7 @@ def test_dimensions_and_rope_match_transformers(architecture: str) -> None:
     model = make_model(architecture)
     config = parse_decoder_config(hf_values(architecture))
     theirs = text_model(model).config
+    theirs.allow_global_per_layer_attribute_access = True
     attention = text_model(model).layers[0].self_attn
     assert config.architecture == PRESETS[architecture].model
     assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (256, theirs.hidden_size, 96)

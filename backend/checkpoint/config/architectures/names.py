@@ -51,7 +51,12 @@ TEXT_PARTS = {
     "Gemma4ForConditionalGeneration": TextPart(
         {"gemma4_text": FAMILIES["Gemma4ForCausalLM"]},
         tie_embeddings=True,
-        defaults={"vocab_size": 262_144, "num_attention_heads": 8, "max_position_embeddings": 131_072},
+        defaults={
+            "vocab_size": 262_144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
     ),
     "Mistral3ForConditionalGeneration": TextPart(
         {"mistral": FAMILIES["MistralForCausalLM"], "ministral3": FAMILIES["Ministral3ForCausalLM"]},

@@ -19,8 +19,8 @@ from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
-from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, rows_of
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
+from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, rows_of
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -127,16 +127,14 @@ class TorchOps:
         """rounds_rows: activations of int8 products have one scale per row."""
         self._config = config
         self._rounds_rows = rounds_rows
-        self._heads = [
-            HeadShape(config.num_heads, *config.heads_of_layer(index)) for index in range(config.num_layers)
-        ]
+        self._heads = [HeadShape(config.num_heads, *config.heads_of_layer(index)) for index in range(config.num_layers)]
         self._rope_table = RopeTable(*config.ropes)
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self.adapters = TorchAdapters()
         self.cache = PagedCache((), 0, 1, "fp32")
         self.side = TorchSideOps(
-            config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self.add_norm
+            config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm
         )
 
     @property
@@ -231,9 +229,9 @@ class TorchOps:
         if norm is None:
             residual.add_(product)
         else:
-            self.add_norm(product.float(), norm, residual)
+            self._add_norm(product.float(), norm, residual)
 
-    def add_norm(self, x: Tensor, norm: Tensor, residual: Tensor) -> None:
+    def _add_norm(self, x: Tensor, norm: Tensor, residual: Tensor) -> None:
         hidden = self._config.hidden_size
         if len(norm) == hidden + 1:
             residual.add_(self._row_norm(x, norm[:hidden])).mul_(norm[hidden])

@@ -42,9 +42,7 @@ class TorchSideOps:
         self._inputs = torch.empty(0)
         """[T, layers, layer_input_size] fp32 of the current step."""
 
-    def pack_inputs(
-        self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor
-    ) -> None:
+    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
         if isinstance(table, Tensor):
             self._table: Tensor | QuantizedWeight = table.to(self._dtype)
         else:
