@@ -74,12 +74,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}
     config = convert(merge_layer_keys(_split_rope(values, family)), HfConfig, architecture)
-    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if config.num_attention_heads % num_kv_heads:
-        raise StartupError(
-            f"num_attention_heads is {config.num_attention_heads}, "
-            f"not a multiple of num_key_value_heads, {num_kv_heads}"
-        )
+    num_kv_heads = _num_kv_heads(config)
     head_dim = _head_dim(config, family)
     variations = family.variations(config, num_kv_heads, head_dim)
     _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
@@ -269,6 +264,16 @@ def _query_rope(config: HfConfig, family: Family, rope: RopeConfig, head_dim: in
             "it is supported if all do"
         )
     return replace(rope, scale=PositionScale(beta, _original_positions(config, family)))
+
+
+def _num_kv_heads(config: HfConfig) -> int:
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    if config.num_attention_heads % num_kv_heads:
+        raise StartupError(
+            f"num_attention_heads is {config.num_attention_heads}, "
+            f"not a multiple of num_key_value_heads, {num_kv_heads}"
+        )
+    return num_kv_heads
 
 
 def _head_dim(config: HfConfig, family: Family) -> int:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.gguf.metadata import Metadata
 
-_NEVER = 1e30
-"""The factor of wavelengths of dimensions that do not turn."""
+_NEVER = 1e29
+"""Dimensions with at least this factor of their wavelength do not turn; files have 1e30."""
 
 
 def gemma4_settings(
@@ -21,10 +21,8 @@ def gemma4_settings(
 ) -> dict[str, Any]:
     """head_dim: of layers without a window. Raises StartupError naming the key."""
     flags = metadata.integers("attention.sliding_window_pattern", layers)
-    own_dim, shared = (
-        metadata.required("attention.key_length_swa"),
-        metadata.own("attention.shared_kv_layers", int) or 0,
-    )
+    own_dim = metadata.required("attention.key_length_swa")
+    shared = metadata.own("attention.shared_kv_layers", int) or 0
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         metadata.check_equal(key, own_dim, "attention.key_length_swa")
     metadata.check_equal("rope.dimension_count", head_dim, "attention.key_length")
@@ -62,8 +60,6 @@ def gemma4_settings(
 def proportional_rope(factors: tuple[float, ...]) -> dict[str, Any]:
     """Settings of the rotary embedding in which the first dimensions alone turn. Raises StartupError."""
     turned = factors.count(1.0)
-    if factors != (1.0,) * turned + (factors[-1],) * (len(factors) - turned) or (
-        factors[-1] < _NEVER and turned < len(factors)
-    ):
+    if factors[:turned] != (1.0,) * turned or min(factors[turned:], default=_NEVER) < _NEVER:
         raise StartupError(f"tensor rope_freqs.weight is {shorten(list(factors))}; expected ones, then {_NEVER:g}")
     return {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}}

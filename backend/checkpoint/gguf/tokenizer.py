@@ -1,7 +1,8 @@
 """Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Five kinds exist: "llama" is SentencePiece's BPE with scores instead of merges, "gemma4" with merges; "gpt2" is byte-level BPE, whose way to
-split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram. Others are refused.
+Five kinds exist: "llama" is SentencePiece's BPE with scores instead of merges, "gemma4" the same with merges; "gpt2" is
+byte-level BPE, whose way to split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram.
+Others are refused.
 """
 
 from __future__ import annotations
