@@ -103,7 +103,7 @@ class Metadata:
         """Read a number, or flag, for each layer; one number is that of all."""
         self._read.add(self.prefix + key)
         value = self._values.get(self.prefix + key)
-        values = value if isinstance(value, list) else [value] * count
-        if len(values) != count or not all(isinstance(item, int) for item in values):
+        values = [item for item in (value if isinstance(value, list) else [value] * count) if isinstance(item, int)]
+        if len(values) != count:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected {count} integers")
-        return [int(item) for item in values]
+        return list(map(int, values))

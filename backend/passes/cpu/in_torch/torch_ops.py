@@ -5,7 +5,7 @@ Products use packed weights. Attention gathers the keys and values of a group of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +15,12 @@ from torch.nn import functional
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.forward_pass import NO_ADAPTER
-from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
-from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, rows_of
+from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
     from penstock.backend.passes.ops.interface import AttentionLayer, Forward
 
@@ -98,23 +98,6 @@ def _part(lora: LoraWeights, scale: float) -> _Part:
     outputs = slice(lora.first_output, lora.first_output + len(lora.up))
     down, up = (PackedLinear(matrix, None, packed=False) for matrix in (lora.down, lora.up * scale))
     return outputs, down, up
-
-
-@dataclass(frozen=True, slots=True)
-class TorchStep:
-    """One step's tokens as tensors."""
-
-    input_ids: Tensor
-    turns: tuple[Tensor, ...]
-    """[T, 2, 1, rotary_dim / 2] for each rope: cosines and sines."""
-    paged: list[PagedStep]
-    """By group of layers."""
-    last_tokens: Tensor
-    """[L + S] `StepBatch.logit_tokens`."""
-    num_logits: int
-    embeddings: tuple[EmbeddedTokens, ...]
-    is_narrowed: bool = False
-    """To last_tokens."""
 
 
 class TorchOps:

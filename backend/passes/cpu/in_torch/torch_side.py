@@ -1,7 +1,8 @@
-"""Inputs of layers, and experts beside the MLP, in plain torch."""
+"""A step in plain torch, and what some layers have beside attention and the MLP: inputs of their own, and experts."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,28 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.forward_pass import EmbeddedTokens
+    from penstock.backend.passes.cpu.in_torch.paged_cache import PagedStep
     from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, TorchExperts
-    from penstock.backend.passes.cpu.in_torch.torch_ops import TorchStep
     from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
     from penstock.backend.passes.ops.interface import BesideNorms, LayerInput
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """One step's tokens as tensors."""
+
+    input_ids: Tensor
+    turns: tuple[Tensor, ...]
+    """[T, 2, 1, rotary_dim / 2] for each rope: cosines and sines."""
+    paged: list[PagedStep]
+    """By group of layers."""
+    last_tokens: Tensor
+    """[L + S] `StepBatch.logit_tokens`."""
+    num_logits: int
+    embeddings: tuple[EmbeddedTokens, ...]
+    is_narrowed: bool = False
+    """To last_tokens."""
 
 
 class TorchSideOps:
