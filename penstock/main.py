@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -207,20 +208,13 @@ def _reader_is_gone(fd: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def backend() -> None:
-    """The short command."""
-    _run_alone("backend")
-
-
-def frontend() -> None:
-    """The short command."""
-    _run_alone("frontend")
-
-
 def _run_alone(name: str) -> None:
     _name_unknown_variables(name)
     import_module(f"penstock.{name}.main").main()
 
+
+backend, frontend = (partial(_run_alone, name) for name in ("backend", "frontend"))
+"""The short commands."""
 
 if __name__ == "__main__":
     main()
