@@ -264,7 +264,7 @@ PRESETS: dict[str, Preset] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
             "num_kv_shared_layers": 4,
             "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 16,
+            "hidden_size_per_layer_input": 32,
             "vocab_size_per_layer_input": 256,
             "final_logit_softcapping": 30.0,
         },

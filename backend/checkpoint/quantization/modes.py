@@ -31,6 +31,7 @@ from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_for
 from penstock.backend.errors import StartupError
 
 BYTE_GROUP = 32
+_TABLE = "inputs_table"
 LM_HEAD = "lm_head"
 """Name of the quantised output layer. It is also the embedding where both are tied."""
 
@@ -41,8 +42,8 @@ class Quantization:
 
     name: str
     group_size: int | None
-    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head always
-    has 8 bits."""
+    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head and tables
+    always have 8 bits."""
     is_float: bool = False
     """The 8 bits are floats, E4M3; otherwise all values are integers."""
     groups_bytes: bool = False
@@ -51,7 +52,7 @@ class Quantization:
     def form_of(self, linear: str, inputs: int) -> PackedForm | GroupedForm | Float8Form:
         if self.is_float:
             return Float8Form(None)
-        group_size = None if linear == LM_HEAD else self.group_size
+        group_size = None if linear == LM_HEAD or linear.endswith(_TABLE) else self.group_size
         if group_size is None and self.groups_bytes and inputs % BYTE_GROUP == 0:
             return GroupedForm(8, BYTE_GROUP, BYTE_GROUP, has_minima=False)
         return PackedForm(group_size)

@@ -92,6 +92,7 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
 
 def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     """The metadata that llama.cpp's converter writes for a config of transformers."""
+    config.allow_global_per_layer_attribute_access = True
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)
@@ -148,7 +149,49 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if arch == "olmo2" and getattr(config, "sliding_window", None):
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
+    if arch == "gemma4":
+        own |= _gemma4_metadata(config)
     return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def _gemma4_metadata(config: Any) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    layers = [config.per_layer_config[index] for index in range(len(slides))]
+    full, shared = layers[slides.index(False)], config.num_kv_shared_layers
+    widths = [config.intermediate_size] * (len(slides) - shared)
+    experts = {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+    return {
+        "feed_forward_length": widths + [config.intermediate_size << config.use_double_wide_mlp] * shared,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.shared_kv_layers": shared,
+        "attention.sliding_window_pattern": slides,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        **({key: value for key, value in experts.items() if value}),
+    }
+
+
+def gemma4_file(model: Any, vocabulary: dict[str, Any]) -> GgufFile:
+    """A file in F32."""
+    config, state = model.config, model.state_dict()
+    config.allow_global_per_layer_attribute_access = True
+    scales = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+    bare = (".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+    tensors = {f"{name}.weight" if name.endswith(bare) else name: state[name] for name in state}
+    others = {name: tensors.pop(name) for name in state if name.endswith(tuple(scales))}
+    file = from_model("gemma4", model, lambda _: "F32", vocabulary, tensors)
+    for name, tensor in others.items():
+        layer, scale = name.split(".")[2], next(own for end, own in scales.items() if name.endswith(end))
+        file.tensors[f"blk.{layer}.{scale}.scale"] = tensor.numpy(), gguf.GGMLQuantizationType.F32
+    half = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+    factors = np.where(np.arange(half) < half // 4, 1.0, 1e30).astype(np.float32)
+    file.tensors["rope_freqs.weight"] = factors, gguf.GGMLQuantizationType.F32
+    return file
 
 
 def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -226,7 +269,7 @@ def from_model(
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         found = next((count for part, count in heads.items() if part in name and permutes), None)
         stored = interleave(tensor, found) if found is not None else tensor
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             stored = stored + 1
         content = quantize(stored.float().numpy(), kind)
         file.tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = (content, kind)
