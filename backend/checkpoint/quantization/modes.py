@@ -42,8 +42,8 @@ class Quantization:
 
     name: str
     group_size: int | None
-    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head and tables
-    always have 8 bits."""
+    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head and
+    tables always have 8 bits."""
     is_float: bool = False
     """The 8 bits are floats, E4M3; otherwise all values are integers."""
     groups_bytes: bool = False

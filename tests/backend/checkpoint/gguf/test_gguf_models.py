@@ -34,8 +34,8 @@ from tests.backend.checkpoint.gguf.writer import (
     as_converted,
     byte_level_vocabulary,
     from_model,
-    gemma4_file,
     fuse_qkv,
+    gemma4_file,
     interleave,
     text_tensors,
 )
