@@ -35,7 +35,6 @@ from tests.backend.checkpoint.gguf.writer import (
     byte_level_vocabulary,
     from_model,
     fuse_qkv,
-    gemma4_file,
     interleave,
     text_tensors,
 )
@@ -225,17 +224,6 @@ def test_adapter_of_the_checkpoint_works_over_its_gguf_file(preset: str, arch: s
     again.adapter = 3
     assert relative_error(driver.prefill()[again.slot], plain) < 1e-4
     forward_pass.close()
-
-
-@pytest.mark.parametrize("preset", ["gemma4-e", "gemma4", "gemma4-moe"])
-def test_layers_of_gemma4_that_differ_have_the_logits_of_transformers(preset: str, tmp_path: Path) -> None:
-    tables = {"vocab_size_per_layer_input": 320} if preset == "gemma4-e" else {}
-    model = make_model(preset, vocab_size=320, **tables)
-    model_dir = resolve_model(str(gemma4_file(model, byte_level_vocabulary(320)).write(tmp_path / "model.gguf")))
-    prompt = np.random.default_rng(0).integers(0, 256, 33).tolist()
-    with torch.inference_mode():
-        expected = model(torch.tensor([prompt])).logits[0, -1].numpy()
-    assert relative_error(last_logits(model_dir, prompt), expected) < 1e-4
 
 
 def test_quantised_experts_of_a_merged_tensor_run_as_they_are(tmp_path: Path) -> None:

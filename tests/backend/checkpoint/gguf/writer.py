@@ -92,7 +92,6 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
 
 def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     """The metadata that llama.cpp's converter writes for a config of transformers."""
-    config.allow_global_per_layer_attribute_access = True
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     ropes = config.rope_parameters
     rope = ropes.get("full_attention", ropes)
@@ -149,8 +148,7 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if arch == "olmo2" and getattr(config, "sliding_window", None):
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
-    if arch == "gemma4":
-        own |= _gemma4_metadata(config)
+    own |= _gemma4_metadata(config) if arch == "gemma4" else {}
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 
@@ -179,7 +177,6 @@ def _gemma4_metadata(config: Any) -> dict[str, Any]:
 def gemma4_file(model: Any, vocabulary: dict[str, Any]) -> GgufFile:
     """A file in F32."""
     config, state = model.config, model.state_dict()
-    config.allow_global_per_layer_attribute_access = True
     scales = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
     bare = (".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
     tensors = {f"{name}.weight" if name.endswith(bare) else name: state[name] for name in state}
@@ -258,6 +255,7 @@ def from_model(
     tensors: those of the model's checkpoint, where their names are not the model's own.
     """
     config = model.config.get_text_config()
+    config.allow_global_per_layer_attribute_access = True
     permutes = arch in ("llama", "granite", "mistral3", "smollm3")
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
