@@ -327,6 +327,7 @@ FAMILIES = {
         rope=RopeSettings(rope_type="proportional", partial_rotary_factor=0.25),
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
+        refused_keys=(),
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm=_qk_norm("projection"), names=_OLMO_NAMES, biases="attention_bias", norm_eps=1e-5

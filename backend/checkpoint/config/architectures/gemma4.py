@@ -65,6 +65,11 @@ def gemma4_experts(config: HfConfig) -> ExpertLayers | None:
 
 def gemma4_variations(config: HfConfig, num_kv_heads: int, head_dim: int) -> dict[str, Any]:
     """Fields of `DecoderConfig`. num_kv_heads and head_dim: of layers with a window."""
+    if config.use_bidirectional_attention not in (None, False, "vision"):
+        raise StartupError(
+            f"use_bidirectional_attention is {shorten(config.use_bidirectional_attention)}; text is causal with null "
+            'and "vision" only'
+        )
     heads = config.num_global_key_value_heads if config.attention_k_eq_v or config.has_layer_config else None
     full_heads = heads or num_kv_heads, config.global_head_dim or (head_dim if config.has_layer_config else 512)
     if config.num_attention_heads % full_heads[0]:

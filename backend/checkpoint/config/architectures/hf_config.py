@@ -94,6 +94,7 @@ class HfConfig(Struct, frozen=True):
     use_double_wide_mlp: bool = False
     hidden_size_per_layer_input: Annotated[int, Meta(ge=0, le=4096)] | None = None
     vocab_size_per_layer_input: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    use_bidirectional_attention: bool | str | None = None
     enable_moe_block: bool = False
     top_k_experts: _Experts | None = None
 

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
-from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.ops.layer_groups import one_group, split_groups
-from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
+from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, groups_for, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
 from tests.temporary import make_shared_directory
@@ -73,9 +71,7 @@ def make_pass(
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
         ops = make_ops(config, dtype)
-        shares = isinstance(ops, NativeOps) or config.full_heads is None
-        groups = split_groups(config) if shares else one_group(config)
-        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups)
+        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups_for(ops, config))
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:

@@ -35,9 +35,12 @@ def test_pages_behind_the_window_are_not_read(architecture: str, kv_dtype: str, 
     np.testing.assert_array_equal(*results)
 
 
-def test_requests_in_few_pages_have_the_tokens_of_transformers(make_usual_ops: MakeOps) -> None:
-    """Runs in the engine: seven groups of layers, six of which release pages, and requests that preempt each other."""
-    decoder = make_pass("gemma3", make_usual_ops)
+@pytest.mark.parametrize(("architecture", "num_groups"), [("gemma3", 7), ("gemma4-e", 2)])
+def test_requests_in_few_pages_have_the_tokens_of_transformers(
+    architecture: str, num_groups: int, make_usual_ops: MakeOps
+) -> None:
+    """Runs in the engine: groups of layers, of which one keeps its pages, and requests that preempt each other."""
+    decoder = make_pass(architecture, make_usual_ops)
     num_pages = KvGroups.of(16, decoder.spec.kv_windows, 32, 1).most_pages(230)
     bench = Bench(
         forward_pass=decoder, vocab_size=256, num_pages=num_pages, page_size=16, max_batch_tokens=32, max_context=230
@@ -46,10 +49,10 @@ def test_requests_in_few_pages_have_the_tokens_of_transformers(make_usual_ops: M
     for request_id, prompt in enumerate(batch):
         bench.submit(list(prompt), 60, request_id=request_id)
     bench.run_dry()
-    assert num_pages < 7 * 230 // 16
+    assert num_pages < num_groups * 230 // 16
     for request_id, prompt in enumerate(batch):
         tokens = bench.received(request_id).token_ids
-        choices = oracle_logits("gemma3", (*prompt, *tokens[:-1])).argmax(axis=1)[len(prompt) - 1 :]
+        choices = oracle_logits(architecture, (*prompt, *tokens[:-1])).argmax(axis=1)[len(prompt) - 1 :]
         assert tokens == choices.tolist()
         assert len(tokens) == 60
     assert bench.scheduler.num_preemptions > 0
