@@ -36,6 +36,12 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+@cache
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module's syntax tree."""
+    return tuple(ast.walk(ast.parse(read(name))))
+
+
 def num_lines(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
@@ -59,7 +65,7 @@ def test_no_source_file_is_too_long() -> None:
 def test_no_function_is_longer_than_a_screen() -> None:
     too_long = {}
     for name in sources(".py"):
-        for node in ast.walk(ast.parse(read(name))):
+        for node in nodes(name):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = num_lines(node) - sum(map(num_lines, docstrings(node)))
                 if length > MAX_FUNCTION_LINES:
@@ -72,7 +78,7 @@ def test_no_class_has_too_many_public_methods() -> None:
     for name in sources(".py"):
         if name.startswith("tests/"):  # state machines, and fakes of wide interfaces
             continue
-        for node in ast.walk(ast.parse(read(name))):
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 functions = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
                 public = [item.name for item in functions if not item.name.startswith("_") and not is_property(item)]

@@ -9,7 +9,6 @@ from tests.simulation.tenants_world import TenantsWorld
 from tests.simulation.violations import Violation
 
 _SEEDS = range(6)
-"""The fifth world finds the bug that takes longest to find."""
 
 
 @pytest.mark.parametrize("seed", _SEEDS)
