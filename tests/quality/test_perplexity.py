@@ -11,7 +11,7 @@ import pytest
 
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.tools.bench.components.scored_model import scored_model
-from tests.quality.made_files import K_MIXTURE, make_files
+from tests.quality.made_files import K_MIXTURE, OLD_MIXTURE, make_files
 from tests.real_models import download_timeout
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ pytestmark = [download_timeout, pytest.mark.usefixtures("own_caches")]
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "perplexity.json").read_text())
 PUBLISHED = "Q4_1"
-MADE = ("F16", "Q8_0", "Q4_0", "Q5_0", "Q5_1", "IQ4_NL", K_MIXTURE)
+MADE = ("F16", "Q8_0", OLD_MIXTURE, K_MIXTURE)
 LARGEST_LOSS = 0.01
 """Of a GGML type, as a share of the perplexity in fp32 with the same weights."""
 LARGEST_RATIO_TO_LLAMA_CPP = 1.005
