@@ -53,6 +53,11 @@ CHAT_TEMPLATE = """\
 def byte_level_tokenizer() -> Tokenizer:
     """Return a tokenizer with a token for every byte and some pairs, and <|end|> and two chat marks as special
     tokens."""
+    return Tokenizer.from_str(_trained_tokenizer())
+
+
+@cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +66,8 @@ def byte_level_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, été 猫 🐈"] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
-    return tokenizer
+    text: str = tokenizer.to_str()
+    return text
 
 
 TOKENIZER = byte_level_tokenizer()

@@ -63,4 +63,4 @@ def test_int8_made_at_load_is_as_good_as_16_bits(files: dict[str, Path], windows
 
 
 def test_int4_made_at_load_is_as_good_as_q4_0_in_llama_cpp(files: dict[str, Path], windows: NDArray[np.int32]) -> None:
-    assert served_perplexity(files["F16"], windows, "int4") <= recorded("Q4_0")["llama.cpp"]
+    assert served_perplexity(files["F16"], windows, "int4") <= RECORDED["llama.cpp in Q4_0"]
