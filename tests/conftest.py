@@ -37,7 +37,7 @@ collect_ignore = ["clients"]  # they run in a virtual environment of their own: 
 def pytest_addoption(parser: pytest.Parser) -> None:
     contract_options.pytest_addoption(parser)
     group = parser.getgroup("simulation")
-    group.addoption("--seeds", type=int, default=250, help="number of worlds that the simulator runs")
+    group.addoption("--seeds", type=int, default=400, help="number of worlds that the simulator runs")
     group.addoption("--seed", type=int, help="the only world that it runs, with a log of everything that happens")
 
 
