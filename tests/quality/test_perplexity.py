@@ -54,7 +54,8 @@ def recorded(name: str) -> Any:
 def test_a_type_loses_no_quality(name: str, files: dict[str, Path], windows: NDArray[np.int32]) -> None:
     found = served_perplexity(files[name], windows)
     assert found == pytest.approx(recorded(name)["fp32"], rel=LARGEST_LOSS)
-    assert found <= recorded(name)["llama.cpp"] * LARGEST_RATIO_TO_LLAMA_CPP
+    # Of old types llama.cpp's rounding makes the perplexity less than that of exact sums.
+    assert found <= max(recorded(name)["llama.cpp"], recorded(name)["fp32"]) * LARGEST_RATIO_TO_LLAMA_CPP
 
 
 def test_int8_made_at_load_is_as_good_as_16_bits(files: dict[str, Path], windows: NDArray[np.int32]) -> None:
