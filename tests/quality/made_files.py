@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-OLD_TYPES = ("Q4_0", "Q5_0", "Q5_1", "IQ4_NL")
-OLD_MIXTURE = "OLD"
-"""The file whose layers have OLD_TYPES in turn; the embedding table has the first."""
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 K_MIXTURE = "K"
 """The file whose down matrices have K_TYPES in turn. The others are Q8_0, as llama.cpp has them in its Q6_K: their 576
@@ -67,9 +64,7 @@ def _header(reader: gguf.GGUFReader, type_name: str) -> bytes:
 def _type_of(tensor: gguf.ReaderTensor, type_name: str) -> str:
     if len(tensor.shape) == 1:
         return "F32"
-    layer = re.match(r"blk\.(\d+)\.(ffn_down\.)?", tensor.name)
-    if type_name == OLD_MIXTURE:
-        return OLD_TYPES[int(layer[1]) % len(OLD_TYPES) if layer else 0]
     if type_name != K_MIXTURE:
         return type_name
-    return K_TYPES[int(layer[1]) % len(K_TYPES)] if layer and layer[2] else "Q8_0"
+    down = re.fullmatch(r"blk\.(\d+)\.ffn_down\.weight", tensor.name)
+    return K_TYPES[int(down[1]) % len(K_TYPES)] if down else "Q8_0"
