@@ -110,7 +110,9 @@ class TorchOps:
         """rounds_rows: activations of int8 products have one scale per row."""
         self._config = config
         self._rounds_rows = rounds_rows
-        self._heads = [HeadShape(config.num_heads, *config.heads_of_layer(index)) for index in range(config.num_layers)]
+        own = config.num_kv_heads, config.head_dim
+        self._heads = [HeadShape(config.num_heads, *heads) for heads in (own, config.full_heads or own)]
+        """Of layers without full heads, and with them."""
         self._rope_table = RopeTable(*config.ropes)
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
@@ -152,9 +154,10 @@ class TorchOps:
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         shapes = [KvShape(heads.num_kv_heads, heads.head_dim, heads.head_dim) for heads in self._heads]
-        if self._config.full_heads is not None:
-            num_layers = self._config.num_layers - self._config.num_shared_layers
-        self.cache = PagedCache(shapes[:num_layers], num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+        own = range(self._config.num_layers - self._config.num_shared_layers)
+        by_layer = [shapes[self._config.has_full_heads(index)] for index in own]
+        by_place = shapes[:1] * num_layers if self._config.full_heads is None else by_layer
+        self.cache = PagedCache(by_place, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
 
     def _cache_index(self, layer: AttentionLayer) -> int:
         """Layers of different sizes are one group here, in which each has pages of its own size."""
@@ -235,7 +238,7 @@ class TorchOps:
         return product_by_product(x, weights, ends, self._product)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
-        shape = self._heads[layer.index]
+        shape = self._heads[layer.has_full_heads]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
         queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
@@ -254,7 +257,7 @@ class TorchOps:
             step.paged[layer.group].store(self._cache_index(layer), keys, values)
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
-        heads = self._heads[layer.index]
+        heads = self._heads[layer.has_full_heads]
         queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
