@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 90_910
+MAX_PRODUCT_LINES = 90_920
 MAX_LABORATORY_LINES = 19_540
 MAX_DOC_WORDS = 76_800
 MIN_ENTRIES, MAX_MODULES = 4, 12
