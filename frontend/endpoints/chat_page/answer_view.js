@@ -28,23 +28,12 @@ export class AnswerView {
     this.pre = null; // of an answer that is JSON
     const label = answer.label ? [element("p", "label", answer.label)] : [];
     this.node = element("article", "answer", ...label, this.reasoning, this.body, this.calls, this.stats, this.tools);
+    this.draw(answer);
+  }
+
+  draw(answer) {
     this.answer = answer;
-    this.draw();
-  }
-
-  // Calls onDrawn after drawing once in the next frame, however many chunks arrive before it.
-  drawSoon(onDrawn) {
-    if (this.isQueued) return;
-    this.isQueued = true;
-    requestAnimationFrame(() => {
-      this.isQueued = false;
-      this.draw();
-      onDrawn();
-    });
-  }
-
-  draw() {
-    const { content, reasoning, calls, tokens, finish, failure, isJson, stats } = this.answer;
+    const { content, reasoning, calls, tokens, finish, failure, isJson, stats } = answer;
     this.reasoning.hidden = !reasoning;
     this.reasoningText.draw(reasoning, Boolean(stats));
     if (tokens.length) {

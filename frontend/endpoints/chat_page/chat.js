@@ -189,9 +189,7 @@ async function loadModels() {
 
 // Events of the page
 
-streams.news.addEventListener("change", ({ detail }) => redraw(detail));
-streams.news.addEventListener("unsaved", ({ detail }) => unsaved(detail));
-streams.news.addEventListener("key", askForKey);
+Object.assign(streams.on, { change: redraw, unsaved, key: askForKey });
 at("model").addEventListener("change", () => localStorage.setItem(MODEL, at("model").value));
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
