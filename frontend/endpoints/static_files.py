@@ -15,7 +15,7 @@ from penstock.frontend.transport.exchange import Exchange
 
 # A model's text is shown as HTML, and only the sanitizer may make HTML from text (Trusted Types, W3C).
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob:; "
     b"manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types dompurify"
 )

@@ -1,6 +1,7 @@
 // Views of messages: what was asked, the answers to it, and results of tools.
 import { AnswerView } from "/page/answer_view.js";
 import { button, element } from "/page/elements.js";
+import { pictureView } from "/page/pictures.js";
 import { isRunning, noticeOf } from "/page/streams.js";
 import { siblings } from "/page/tree.js";
 
@@ -20,9 +21,22 @@ function branches(conversation, message, onShow) {
     step("›", "Later branch", all[place + 1]))];
 }
 
+function textFile({ name, text }) {
+  const shown = element("pre", "", text);
+  shown.tabIndex = 0; // it may scroll
+  return element("details", "file", element("summary", "", `${name}, ${text.length.toLocaleString("en")} characters`), shown);
+}
+
+function pictureButton(file) {
+  const made = button("", "", () => made.setAttribute("aria-expanded", String(made.getAttribute("aria-expanded") === "false")));
+  made.className = "picture";
+  made.setAttribute("aria-expanded", "false");
+  made.append(pictureView(file));
+  return made;
+}
+
 export function userView(conversation, message, actions) {
-  const files = (message.files ?? []).map(({ name, text }) =>
-    element("details", "file", element("summary", "", `${name}, ${text.length.toLocaleString("en")} characters`), element("pre", "", text)));
+  const files = (message.files ?? []).map((file) => (file.blob ? pictureButton(file) : textFile(file)));
   const tools = element("div", "tools", ...branches(conversation, message, actions.show),
     button("Edit and send again", "", () => actions.edit(message)));
   return { message, draw: () => null,

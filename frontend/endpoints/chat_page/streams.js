@@ -2,6 +2,7 @@
 // a reload of the page: the server keeps a stream that nobody reads, or computes it again under its old id.
 import { ApiError, parts, request as ask, send } from "/page/api.js";
 import { begin as beginAnswer, cutBack, extend, finish } from "/page/answer.js";
+import { withPictures } from "/page/pictures.js";
 import * as store from "/page/store.js";
 
 const PATH = "/v1/chat/completions";
@@ -185,8 +186,8 @@ function isLingerRefused(error) {
   return true;
 }
 
-function headersOf(request) {
-  if (!lingerS || request.body.length > MOST_LINGERING_BYTES) return {};
+function headersOf(request, body) {
+  if (!lingerS || body.length > MOST_LINGERING_BYTES) return {};
   const headers = { "X-Penstock-Linger": String(lingerS) };
   if (request.stream) headers["X-Penstock-Stream"] = request.stream;
   if (request.received >= 0) headers["Last-Event-ID"] = String(request.received);
@@ -196,7 +197,8 @@ function headersOf(request) {
 // Reads one connection.
 async function read(made, request) {
   const { signal } = made.controller;
-  const answer = await ask(PATH, { body: request.body, headers: headersOf(request), signal });
+  const body = await withPictures(request.body, made.conversation);
+  const answer = await ask(PATH, { body, headers: headersOf(request, body), signal });
   request.stream ??= answer.headers.get("x-penstock-stream");
   if (request.received < 0) {
     request.number = Number(answer.headers.get("x-penstock-request"));
