@@ -15,10 +15,11 @@ from penstock.frontend.transport.exchange import Exchange
 
 # A model's text is shown as HTML, and only the sanitizer may make HTML from text (Trusted Types, W3C).
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' blob:; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     b"manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types dompurify"
 )
+CHAT_POLICY = _POLICY.replace(b"img-src 'self'", b"img-src 'self' blob:")  # blobs are pictures that the reader attached
 _MANUAL_POLICY = (
     b"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     b"connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -37,10 +37,11 @@ function pictureButton(file) {
 
 export function userView(conversation, message, actions) {
   const files = (message.files ?? []).map((file) => (file.blob ? pictureButton(file) : textFile(file)));
+  const text = message.content ? [element("div", "text", message.content)] : [];
   const tools = element("div", "tools", ...branches(conversation, message, actions.show),
     button("Edit and send again", "", () => actions.edit(message)));
   return { message, draw: () => null,
-    node: element("div", "message user", element("h2", "", "You"), element("div", "text", message.content), ...files, tools) };
+    node: element("div", "message user", element("h2", "", "You"), ...text, ...files, tools) };
 }
 
 export function toolView(message) {
