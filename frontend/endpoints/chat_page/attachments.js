@@ -41,11 +41,12 @@ async function read(file) {
   }
 }
 
-// onProblem receives a text for each file that cannot be attached, onChange is called when the reader has changed the files;
-// noPictures returns why the chosen model takes no pictures, or null.
-export function listen({ onProblem, onChange, noPictures }) {
+// onProblem receives a text for each file that cannot be attached, onChange is called when the reader has changed the files.
+// noPictures returns why the chosen model takes no pictures, or null; ready a promise: nothing is attached before.
+export function listen({ onProblem, onChange, noPictures, ready }) {
   changed = onChange;
   const attach = async (list) => {
+    await ready();
     for (const file of list) {
       try {
         const problem = isPicture(file) && noPictures(file.name);

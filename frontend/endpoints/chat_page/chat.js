@@ -235,7 +235,7 @@ async function openLast() {
 
 async function start() {
   settings.restore();
-  composer.listen({ onProblem: notify, onUnsaved: unsaved, onSubmit: submit,
+  composer.listen({ onProblem: notify, onUnsaved: unsaved, onSubmit: submit, ready: () => opened,
     noPictures: (name) => models.refusal(at("model").value, name) });
   list.listen({ current: () => current, open, forget });
   at("settings").open = matchMedia("(min-width: 60rem)").matches;

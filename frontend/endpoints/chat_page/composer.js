@@ -92,10 +92,10 @@ function recall(event) {
   fill(next ?? "");
 }
 
-// noPictures as in attachments.
-export function listen({ onProblem, onUnsaved, onSubmit, noPictures }) {
+// files are options of attachments.
+export function listen({ onUnsaved, onSubmit, ...files }) {
   tellUnsaved = onUnsaved;
-  attachments.listen({ onProblem, onChange: keepFiles, noPictures });
+  attachments.listen({ onChange: keepFiles, ...files });
   input.addEventListener("input", keepText);
   input.addEventListener("keydown", (event) => {
     if (event.key === "ArrowUp" || event.key === "ArrowDown") recall(event);
