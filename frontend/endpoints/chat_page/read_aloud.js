@@ -25,7 +25,9 @@ export function readAloud(node, button) {
     button.textContent = "This device has no voice";
     return;
   }
+  node.classList.add("whole"); // Firefox has no text of parts that are not laid out
   const spoken = new SpeechSynthesisUtterance(node.innerText);
+  node.classList.remove("whole");
   spoken.voice = voice;
   spoken.onend = spoken.onerror = () => reads === button && end();
   reads = button;
