@@ -90,8 +90,8 @@ function answered({ model, reasoning }, content) {
 // Adds what users and models wrote, from the roots on: what stands in a circle is not reached. Other roles leave no gap.
 function fromNodes({ nodes, leaf, id, ...fields }) {
   const made = record({ ...fields, id: isText(id) ? id : newId() });
-  const ids = new Set(nodes.map((node) => node.id));
-  const children = Map.groupBy(nodes, (node) => (ids.has(node.parent) ? node.parent : null));
+  const known = new Map(nodes.filter((node) => isText(node.id)).map((node) => [node.id, node]));
+  const children = Map.groupBy(known.values(), (node) => (known.has(node.parent) ? node.parent : null));
   const shown = new Map([[null, null]]); // id in the file → id of the message that stands there
   for (const open = [null]; open.length;) {
     const parent = open.pop();
@@ -120,7 +120,7 @@ function readJson(whole) {
       }
     });
     const found = [];
-    for (const { type, message, ...conv } of lines) {
+    for (const { type, message, ...conv } of lines.filter(isObject)) {
       if (type === "session") found.push({ conv, messages: [] });
       else if (type === "message") found.at(-1)?.messages.push(message);
     }
