@@ -317,6 +317,8 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
     expect(page.locator("#search")).to_be_focused()
     expect(page.locator("#conversations")).to_be_visible()
     check_axe(page)
+    page.get_by_role("button", name="Delete What is a tuple?").press("Enter")
+    expect(page.get_by_role("button", name="Undo")).to_be_visible()
     page.get_by_role("button", name="Chats").press("Enter")
     expect(page.locator("#conversations")).to_be_hidden()
     page.keyboard.press("Control+Shift+o")

@@ -44,8 +44,8 @@ async function open(conversation) {
 
 const startNew = () => open(newConversation());
 
-function forget(conversation) {
-  if (conversation === current) startNew();
+async function forget(conversation) {
+  if (conversation === current) await startNew();
   else list.draw();
 }
 
@@ -228,11 +228,6 @@ at("import").addEventListener("change", async ({ target }) => {
   target.value = "";
 });
 
-async function openLast() {
-  await store.load(takeOver).catch((error) => notify(`This browser keeps no conversations: ${error.message}.`));
-  await open(store.conversations.get(localStorage.getItem(LAST)) ?? newConversation());
-}
-
 async function start() {
   settings.restore();
   composer.listen({ onProblem: notify, onUnsaved: unsaved, onSubmit: submit, ready: () => opened,
@@ -240,8 +235,10 @@ async function start() {
   list.listen({ current: () => current, open, forget });
   at("settings").open = matchMedia("(min-width: 60rem)").matches;
   loadModels();
-  opened = openLast();
+  const loaded = store.load(takeOver).then(() => true, (error) => notify(`This browser keeps no conversations: ${error.message}.`));
+  opened = loaded.then(() => open(store.conversations.get(localStorage.getItem(LAST)) ?? newConversation()));
   await opened;
+  if (!(await loaded)) return;
   await streams.resumeAll(async (id) => {
     const known = store.conversations.get(id);
     if (known) await store.open(known);

@@ -91,7 +91,8 @@ async function remove(conversation) {
   await store.open(conversation);
   for (const message of conversation.messages.values()) stop(message);
   await store.remove(conversation);
-  actions.forget(conversation);
+  await actions.forget(conversation);
+  showColumn(true); // it has the way back
   const back = button("Undo", `Undo the deletion of ${titleOf(conversation)}`, async () => {
     await store.restore(conversation);
     at("undo").hidden = true;
