@@ -50,7 +50,8 @@ def hf_values(architecture: str, **overrides: Any) -> dict[str, Any]:
 
 def text_model(model: Any) -> Any:
     """The decoder of a model, which may read images too."""
-    return getattr(model.model, "language_model", model.model)
+    whole = model.model
+    return getattr(whole, "language_model", getattr(whole, "text_model", whole))
 
 
 def oracle_rope(model: Any, num_positions: int, layer_type: str | None) -> tuple[torch.Tensor, float]:
