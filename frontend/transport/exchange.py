@@ -160,7 +160,10 @@ class Exchange(Abortable):
         self._send = send
         extensions = scope.get("extensions", {})
         self._drop_connection: Callable[[], None] | None = extensions.get(ABORT_EXTENSION)
-        self._parts: PartWriter | None = extensions.get(PART_EXTENSION)
+        parts: PartWriter | None = extensions.get(PART_EXTENSION)
+        self._write_part = None if parts is None else parts.write_part
+        self.takes_part: Callable[[], bool] = (lambda: False) if parts is None else parts.takes_part
+        """Whether `write_part` may be called in this turn of the event loop."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the header's value. Several of the same name are joined, which makes most of them invalid."""
@@ -250,14 +253,10 @@ class Exchange(Abortable):
         """
         await self._transmit({"type": "http.response.body", "body": body, "more_body": more})
 
-    def takes_part(self) -> bool:
-        """Whether `write_part` may be called in this turn of the event loop."""
-        return self._parts is not None and self._parts.takes_part()
-
     def write_part(self, body: bytes) -> None:
         """Send a part of an answer at once, without a coroutine."""
-        if self._parts is not None and body:
-            self._parts.write_part(body)
+        if self._write_part is not None and body:
+            self._write_part(body)
             self.last_sent_s = time.monotonic()
 
     async def _transmit(self, message: AsgiMessage) -> None:

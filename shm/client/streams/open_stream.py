@@ -182,10 +182,7 @@ class OpenStream:
     def resume_reader(self) -> None:
         """Called by the turns. The reader may have been cancelled since."""
         if self._waiter is not None and not self._waiter.done():
-            self._resume(self._waiter)
-
-    def _resume(self, waiter: asyncio.Future[None]) -> None:
-        waiter.set_result(None)
+            self._waiter.set_result(None)
 
     def note_failure(self, code: FailureCode | None, limit: int = 0, text: str = "", retry_after_s: int = 0) -> None:
         """Set the failure that the reader receives at the end."""

@@ -121,9 +121,10 @@ class TokenStream(OpenStream):
             self.is_waiting = False
             self._turns.queue(self)
 
-    def _resume(self, waiter: asyncio.Future[None]) -> None:
-        if self.receive is None or self.finish is not Finish.NONE:
-            waiter.set_result(None)
+    def resume_reader(self) -> None:
+        waiter = self._waiter
+        if self.receive is None or self.finish is not Finish.NONE or waiter is None or waiter.done():
+            super().resume_reader()
             return
         token_ids = self.tokens[self._delivered : self._delivered + _MAX_BATCH_TOKENS].tolist()
         try:
@@ -135,7 +136,7 @@ class TokenStream(OpenStream):
             waiter.set_result(None)
             return
         self._delivered += len(token_ids)
-        self.is_waiting = not self._has_news
+        self.is_waiting = self._delivered == len(self.tokens)
         if not self.is_waiting:
             self._turns.queue(self)
 
