@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
+from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 from penstock.backend.sequences.sequence import Sequence
 
@@ -33,8 +35,10 @@ class StepTimes(Protocol):
 class Drafting:
     """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, texts: EarlierTexts | None = None) -> None:
+        """texts has those of the pool's pages."""
         self._times = times
+        self._texts = texts
         self._num_refused = 0
         """Plans without drafts of which one was likely."""
 
@@ -63,12 +67,15 @@ class Drafting:
         """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""
         if sequence.guesser is None:
             sequence.guesser = Guesser(sequence.max_total_tokens)
-        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence))
+        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence), partial(self._find_earlier, sequence))
         num_coming = sequence.num_computed - len(sequence.tokens)
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
         chances = sequence.guesser.chances(len(guess)) if guess else []
         return list(zip(guess, chances, strict=True))[num_coming:end]
+
+    def _find_earlier(self, sequence: Sequence) -> list[int]:
+        return [] if self._texts is None else self._texts.find(sequence.salt, sequence.tokens)
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""

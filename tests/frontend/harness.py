@@ -117,6 +117,7 @@ class FakeStream:
         self.record = b""
         self.keep = Keep.NOTHING
         self.submitted_ns = time.monotonic_ns()
+        self.receive: Callable[[list[int]], bool] | None = None
         self._batches = deque(batches)
         self._more = asyncio.Event()
 
@@ -129,6 +130,9 @@ class FakeStream:
         return self.num_taken + sum(len(batch.token_ids) for batch in self._batches)
 
     def push(self, *token_ids: int, finish: Finish = Finish.NONE, failure: FailureCode | None = None) -> None:
+        if self.receive is not None and not self._batches and finish is Finish.NONE and self.receive([*token_ids]):
+            self.num_taken += len(token_ids)
+            return
         self._batches.append(TokenBatch(list(token_ids), finish, failure))
         self._more.set()
 
