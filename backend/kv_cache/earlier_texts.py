@@ -28,7 +28,7 @@ class EarlierTexts:
         self.index: PageIndex | None = None
         """The pages. Set once, by their pool."""
         self._page_size = page_size_tokens
-        num_bits = min(_MAX_BITS, (num_pages * page_size_tokens).bit_length())
+        num_bits = min(_MAX_BITS, (num_pages * page_size_tokens).bit_length() + 1)
         self._shift = 32 - num_bits
         self._places = array("i", bytes(4 << num_bits))
         """Hash of a salt and three tokens → page × page size + the index in the page of the token that followed them

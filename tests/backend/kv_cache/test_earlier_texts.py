@@ -31,12 +31,12 @@ def store(pool: PagePool, tokens: list[int], salt: bytes) -> list[int]:
 
 
 def test_what_followed_in_an_earlier_text_is_found_across_its_pages() -> None:
-    pool, texts = new_pool()
+    pool, texts = new_pool(4096)
     text = np.random.default_rng(3).permutation(200)[:96].tolist()
     store(pool, text, b"a" * 16)
-    for end in range(3, 96):
-        found = texts.find(b"a" * 16, array("i", [7, *text[end - 3 : end]]))
-        assert found == ([] if end % PAGE in (0, 1, 2) else text[end : end + 64])
+    found = {end: texts.find(b"a" * 16, array("i", [7, *text[end - 3 : end]])) for end in range(3, 96)}
+    assert all(tokens in ([], text[end : end + 64]) for end, tokens in found.items())
+    assert 50 < sum(map(bool, found.values())) <= 60  # not at a page's beginning, and rarely where hashes collide
 
 
 def test_only_texts_of_the_same_salt_are_found() -> None:
