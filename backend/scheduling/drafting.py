@@ -36,9 +36,9 @@ class Drafting:
     """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
 
     def __init__(self, times: StepTimes, texts: EarlierTexts | None = None) -> None:
-        """texts has those of the pool's pages."""
         self._times = times
-        self._texts = texts
+        self.texts = texts
+        """Those of the pool's pages."""
         self._num_refused = 0
         """Plans without drafts of which one was likely."""
 
@@ -75,7 +75,7 @@ class Drafting:
         return list(zip(guess, chances, strict=True))[num_coming:end]
 
     def _find_earlier(self, sequence: Sequence) -> list[int]:
-        return [] if self._texts is None else self._texts.find(sequence.salt, sequence.tokens)
+        return [] if self.texts is None else self.texts.find(sequence.salt, sequence.tokens)
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""

@@ -102,12 +102,11 @@ def create_scheduler(
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
-    texts = drafting = None
+    drafting = None
     if verifies_drafts and options.speculation != "none":
-        texts = EarlierTexts(plan.num_pages, plan.page_size_tokens)
-        drafting = Drafting(step_timing, texts)
+        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names, texts),
+        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names, drafting and drafting.texts),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,
