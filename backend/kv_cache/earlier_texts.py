@@ -20,8 +20,8 @@ _MAX_FOUND = 64
 class EarlierTexts:
     """An index of full pages by three consecutive tokens, for all tenants. What it finds has the asker's salt.
 
-    Implements `FullPageObserver`. Pages are indexed when somebody looks for a text, the newest first, a few at a time: a
-    busy backend, which drafts nothing, has no work with them.
+    Implements `FullPageObserver`. Pages are indexed when somebody looks for a text, the newest first, a few at a
+    time: a busy backend, which drafts nothing, has no work with them.
     """
 
     def __init__(self, num_pages: int, page_size_tokens: int) -> None:

@@ -32,7 +32,7 @@ class PagePool:
     ) -> None:
         """store has the host pages, if they outlive this process.
 
-        names learns of pages that are found on the device or on the host; observers and texts learn of those on the device.
+        names learns of pages that are found on the device or on the host; observers and texts of those on the device.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")

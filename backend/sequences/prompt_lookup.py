@@ -104,9 +104,7 @@ class Guesser:
         self._rates = [0.5, 0.5], [0.5, 0.5], [0.9, 0.9]
         """How often the first token of a guess comes true, and how often one that follows a right one; by its kind."""
 
-    def guess(
-        self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]] = list
-    ) -> list[int]:
+    def guess(self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]] = list) -> list[int]:
         """Up to MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow.
 
         forced: what the sequence's grammar seems to force next. It goes before a new guess from the text, and that

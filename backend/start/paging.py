@@ -16,8 +16,8 @@ from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
-from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
+from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.options import BackendOptions
@@ -105,8 +105,9 @@ def create_scheduler(
     drafting = None
     if verifies_drafts and options.speculation != "none":
         drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
+    observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names, drafting and drafting.texts),
+        PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,

@@ -11,7 +11,6 @@ _LONGEST_WINDOW = 16
 _CONTEXT = 8
 
 
-
 class Detokenizer:
     """The text of one stream. For each token it decodes a short window of the last tokens and emits the new text.
 

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.frontend.telemetry.request_log import ReportSpans
-from penstock.frontend.transport.asgi import ABORT_EXTENSION, PART_EXTENSION, AsgiMessage, Headers, PartWriter, Receive, Scope, Send
+from penstock.frontend.transport.asgi import (
+    ABORT_EXTENSION,
+    PART_EXTENSION,
+    AsgiMessage,
+    Headers,
+    PartWriter,
+    Receive,
+    Scope,
+    Send,
+)
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
 from penstock.frontend.transport.incomplete import IncompleteBodies, client_network

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -129,7 +128,7 @@ class TokenStream(OpenStream):
         token_ids = self.tokens[self._delivered : self._delivered + _MAX_BATCH_TOKENS].tolist()
         try:
             is_received = self.receive(token_ids)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the reader raises it
             waiter.set_exception(error)
             return
         if not is_received:
