@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 89_454
+MAX_PRODUCT_LINES = 89_620
 MAX_LABORATORY_LINES = 19_540
 MAX_DOC_WORDS = 76_140
 MIN_ENTRIES, MAX_MODULES = 4, 12
