@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import takewhile
 from typing import Protocol
 
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
@@ -72,7 +73,7 @@ class Drafting:
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
         chances = sequence.guesser.chances(len(guess)) if guess else []
-        return list(zip(guess, chances, strict=True))[num_coming:end]
+        return list(takewhile(_is_word, list(zip(guess, chances, strict=True))[num_coming:end]))
 
     def _find_earlier(self, sequence: Sequence) -> list[int]:
         return [] if self.texts is None else self.texts.find(sequence.salt, sequence.tokens)
@@ -101,6 +102,11 @@ class Drafting:
 def may_have_drafts(sequence: Sequence) -> bool:
     """Log probabilities, and logits for clients, are those of one token a row."""
     return sequence.sampling.num_logprobs < 0 and sequence.output is None and sequence.embeddings is None
+
+
+def _is_word(entry: tuple[int, float]) -> bool:
+    """It is no token of a picture."""
+    return entry[0] >= 0
 
 
 def _forced(sequence: Sequence) -> list[int]:

@@ -21,6 +21,7 @@ from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
 from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel, model_syntax_of
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -52,6 +53,11 @@ CHAT_TEMPLATE = """\
 def byte_level_tokenizer() -> Tokenizer:
     """Return a tokenizer with a token for every byte and some pairs, and <|end|> and two chat marks as special
     tokens."""
+    return Tokenizer.from_str(_trained_tokenizer())
+
+
+@cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +66,8 @@ def byte_level_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, été 猫 🐈"] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
-    return tokenizer
+    text: str = tokenizer.to_str()
+    return text
 
 
 TOKENIZER = byte_level_tokenizer()
@@ -101,18 +108,14 @@ class FakeStream:
 
     def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
         self.request = request
-        self.request_id = 7
-        self.cached_tokens = 3
+        self.request_id, self.cached_tokens = 7, 3
+        self.num_moves = self.num_preemptions = self.num_taken = 0
         self.backend = ""
-        self.num_moves = 0
         self.queue_s = 0.0
-        self.num_preemptions = 0
         self.is_coalesced: bool | None = None
-        self.joins = False
         self.cancelled = asyncio.Event()
-        self.ended = False
+        self.ended = self.joins = False
         self.finish = Finish.NONE
-        self.num_taken = 0
         self.quote: Quote | None = None
         self.record = b""
         self.keep = Keep.NOTHING
@@ -130,11 +133,11 @@ class FakeStream:
         return self.num_taken + sum(len(batch.token_ids) for batch in self._batches)
 
     def push(self, *token_ids: int, finish: Finish = Finish.NONE, failure: FailureCode | None = None) -> None:
-        if self.receive is not None and not self._batches and finish is Finish.NONE and self.receive([*token_ids]):
+        if self._batches or finish or self.receive is None or not self.receive([*token_ids]):
+            self._batches.append(TokenBatch(list(token_ids), finish, failure))
+            self._more.set()
+        else:
             self.num_taken += len(token_ids)
-            return
-        self._batches.append(TokenBatch(list(token_ids), finish, failure))
-        self._more.set()
 
     def cancel(self, keep: Keep = Keep.NOTHING) -> None:
         if not self.ended and not self.cancelled.is_set():
@@ -270,6 +273,9 @@ class FakeBackend:
         return self.streams[-1].request
 
 
+_SYNTAXES: dict[tuple[str, str, ParserNames], ModelSyntax] = {}
+
+
 @cache
 def compiled_template(source: str) -> ChatTemplate:
     """Compiling a template takes most of the time in which an app is made."""
@@ -286,7 +292,10 @@ def served_model(
 ) -> ServedModel:
     loaded = ModelTokenizer(GuardedTokenizer(tokenizer), compiled_template(template))
     client: Any = backend or FakeBackend(model=card)
-    return ServedModel(card, loaded, client, model_syntax_of(loaded, parsers))
+    key = template, tokenizer.to_str(), parsers
+    if key not in _SYNTAXES:  # found by many renderings: most of the time in which an app is made
+        _SYNTAXES[key] = model_syntax_of(loaded, parsers)
+    return ServedModel(card, loaded, client, _SYNTAXES[key])
 
 
 def model_keeper(backend: FakeBackend, served: ServedModel | None = None) -> ModelKeeper:
