@@ -32,7 +32,7 @@ from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.generation.models.served_model import ServedModel
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat, text_of
 from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
@@ -215,7 +215,7 @@ class Responses:
         async with exchange.cancelled_on_disconnect():
             previous = await self._previous(exchange.tenant, body)
             chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
-        user_texts = [str(message.content) for message in chat.messages if message.role == "user"]
+        user_texts = [text_of(message.content) for message in chat.messages if message.role == "user"]
         chat.messages = [*chat.messages, ChatMessage("user", REQUEST)]
         chat.tools = chat.tool_choice = chat.response_format = None
 
