@@ -41,6 +41,7 @@ from penstock.shm.messages import (
     ContentSpec,
     FailureCode,
     Finish,
+    Generate,
     ModelCard,
     QuoteTerms,
     Request,
@@ -315,6 +316,8 @@ class BackendClient:
             message = msgspec.structs.replace(message, **loans)
         stream = kind(message, tokens, self._abandon, request.deadline_s, turns=self._turns, group=request.group)
         stream.loans = list(loans.values())
+        if isinstance(request, GenerationRequest) and isinstance(message, Generate):
+            stream.pixels = request.pixels
         return self._open(stream, is_ready=is_ready)
 
     def _open(self, stream: StreamT, *, is_ready: bool) -> StreamT:
@@ -358,7 +361,7 @@ class BackendClient:
     def _attach(self, session: Session) -> None:
         self._capacity.outage.end()
         self._counters.move_to(session.board)
-        self._streams.buffers = session.buffers
+        self._streams.buffers, self._streams.free_pixels = session.buffers, session.free_pixels
         self._resubmission.stop_waiting()
         previous, self._model = self._model, session.model
         if previous is None or previous.identity == session.model.identity:
@@ -374,7 +377,7 @@ class BackendClient:
     def _detach(self) -> None:
         self._capacity.outage.begin()
         # Shared buffers go with the session, and with them the streams that use some.
-        self._streams.buffers = None
+        self._streams.buffers, self._streams.free_pixels = None, lambda _: None
         self._streams.room.set()
         for stream in self._streams:
             if stream.is_bound:
