@@ -22,6 +22,9 @@ from types import FrameType
 from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.pictures.desk import make_picture_desk
+from penstock.backend.engine.pictures.device_turns import DeviceTurns
+from penstock.backend.engine.pictures.tower_thread import TowerThread
 from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.adapters import AdapterSet
 from penstock.backend.engine.requests.handling import RequestHandling
@@ -31,7 +34,7 @@ from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, 
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
-from penstock.backend.forward_pass.extensions import ISharedWeights
+from penstock.backend.forward_pass.extensions import IEncodesPictures, ISharedWeights
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory, host_memory
@@ -149,7 +152,8 @@ def serve(options: BackendOptions) -> None:
     numerics = options.numerics(name) | adopted_choices(settings.device)[0].numerics()
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
-    executor = Executor(options.batch_channel_capacity)
+    turns = DeviceTurns()
+    executor = Executor(options.batch_channel_capacity, turns)
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
     check_unchanged(named_adapters(options), card.adapters)
     store = open_pages(options, forward_pass, plan, model_dir, card)
@@ -161,14 +165,17 @@ def serve(options: BackendOptions) -> None:
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events, step_timing = create_kv_events(options, settings, plan), StepTiming()
     scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
+    tower = forward_pass.picture_tower if isinstance(forward_pass, IEncodesPictures) else None
+    tower_thread = None if tower is None else TowerThread(tower, turns, executor.wake)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     adapters = adapter_set(card, forward_pass, rules)
     requests = RequestHandling.make(
-        link, scheduler, board, _engine_limits(options, card, spec, adapters),
+        link, scheduler, board, replace(_engine_limits(options, card, spec, adapters), tower=tower),
         grammar_queue=grammar_queue, vector_cache=cache, recorder=recorder, step_timing=step_timing,
         restart_grace=grace_at_start(beside_another=options.beside_another),
         make_adapters=lambda table: make_adapter_table(link, table, adapters, forward_pass, executor, rules),
+        make_pictures=lambda delivery: make_picture_desk(tower_thread, spec, scheduler, delivery),
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -186,6 +193,8 @@ def serve(options: BackendOptions) -> None:
         link.close()
         if compiler is not None:
             compiler.close()
+        if tower_thread is not None:
+            tower_thread.close()
         executor.close()
     logger.info("drained after %d steps", board.steps)
 

@@ -132,6 +132,8 @@ class Admission:
             self._waiting.take(sequence)
             self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
             return budget
+        if self._awaits_picture(sequence, num_available):
+            return budget
         # All its known tokens and the next one must fit now, and so must the pages that others take before its
         # first step is applied. Otherwise it could be preempted before it makes progress.
         num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
@@ -146,20 +148,31 @@ class Admission:
             if not self._waiting.is_next(sequence):  # the preemption has unparked one that comes before it
                 return budget
             return self._start_if_it_fits(sequence, budget, in_parts=in_parts)
+        may_copy = num_left > 0 or not self._pool.is_idle(prefix.copy_source)
+        if not may_copy and self._awaits_picture(sequence, num_available - prefix.num_copied_tokens):
+            return budget
         passes, num_available = list(self._waiting.passed_before(sequence)), self._pool.num_available
         self._waiting.take(sequence)
         sequence.goes_first = False
         sequence.account.leave_round(sequence.group, sequence.round, has_started=True)
-        may_copy = num_left > 0 or not self._pool.is_idle(prefix.copy_source)
         self._running.start(sequence, prefix, num_new, may_copy=may_copy)
         for other in passes:
             other.parking.num_pages_passed += num_available - self._pool.num_available
-        num_missing = sequence.num_given_tokens - sequence.num_computed
+        num_missing = sequence.num_ready_tokens - sequence.num_computed
         grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
         self.newcomers.append((sequence, grant))
         if self._tenants.are_several:
             self._tenants.charge(sequence.account, grant * PREFILL_COST)
         return budget - grant
+
+    def _awaits_picture(self, sequence: Sequence, num_computed: int) -> bool:
+        """Keep the sequence, which has not started, if the token at num_computed is one of a picture that is not
+        encoded."""
+        missing = None if sequence.pictures is None else sequence.pictures.missing_from(num_computed)
+        if missing is None or missing[1] > num_computed:
+            return False
+        self._waiting.await_picture(sequence, missing[0])
+        return True
 
     def _take_from_others(self, sequence: Sequence, num_pages: int) -> bool:
         """Preempt sequences of tenants over their share, if the sequence's tenant stays at half of its own."""

@@ -20,6 +20,7 @@ from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_plan import Chunk, Plan, share_out
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
+from penstock.backend.sequences.pictures import PictureKey
 from penstock.backend.sequences.sequence import Sequence
 
 _SHORT_STEP_PART = 4
@@ -65,6 +66,7 @@ class Scheduler:
         self._no_short_step_before = 0
         """Compared with _num_plans."""
         self._num_added = 0
+        self._num_with_pictures = 0
         self._num_precedences_left = max_running
         """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
         there at a time, and no more can frontends that lie gain in this backend's life."""
@@ -86,6 +88,7 @@ class Scheduler:
             self._tenants.close(account)
             raise
         self._num_added += 1
+        self._num_with_pictures += sequence.pictures is not None
         self._num_precedences_left -= goes_first
         self._outlook = None
 
@@ -96,6 +99,7 @@ class Scheduler:
         if sequence.order < 0:  # it was never added
             return
         self._outlook = None
+        self._num_with_pictures -= sequence.pictures is not None
         if sequence in self._running.sequences:
             self._waiting.unpark(self._running.stop(sequence))
         else:
@@ -157,7 +161,8 @@ class Scheduler:
         for sequence in self._running.sequences:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
-                if end < sequence.num_given_tokens or not sequence.awaits_mask:
+                is_ready = end < sequence.num_given_tokens or not sequence.awaits_mask
+                if is_ready and end <= sequence.num_ready_tokens:
                     unfinished.append(sequence)
             elif end >= sequence.max_total_tokens:
                 continue  # the very last token is never computed: nothing follows it
@@ -206,7 +211,7 @@ class Scheduler:
             if may_admit:
                 budget = self._admission.admit(budget, before=unfinished)
                 unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
-        needs = [sequence.num_given_tokens - sequence.num_computed for sequence in unfinished]
+        needs = [sequence.num_ready_tokens - sequence.num_computed for sequence in unfinished]
         num_of_first = len(unfinished)
         if self._tenants.are_several:
             num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
@@ -235,6 +240,7 @@ class Scheduler:
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
+                end = min(end, sequence.num_ready_tokens)
                 if not sequence.ended and (length := min(end - sequence.num_computed, budget)) > 0:
                     chunks.append((sequence, length))
                     budget -= length
@@ -321,6 +327,38 @@ class Scheduler:
     def take_preempted(self) -> list[Sequence]:
         """See `ISequenceScheduler`."""
         return self._preemption.take_preempted()
+
+    # Pictures
+
+    @property
+    def has_pictures(self) -> bool:
+        return self._num_with_pictures > 0
+
+    def missing_pictures(self) -> list[tuple[Sequence, PictureKey]]:
+        """Sequences with the next picture that each needs and that is not encoded. Those of tenants that have received
+        less come first."""
+        missing = list(self._waiting.awaiting.items())
+        missing += [
+            (sequence, found[0])
+            for sequence in self._running.sequences
+            if sequence.pictures is not None and (found := sequence.pictures.missing_from(sequence.num_computed))
+        ]
+        missing.sort(key=lambda entry: (entry[0].account.service, entry[0].turn))
+        return missing
+
+    def pictures_needed(self) -> set[PictureKey]:
+        """The encoded pictures that running sequences need next."""
+        running = [(each.pictures, each.num_computed) for each in self._running.sequences]
+        return {key for pictures, first in running if pictures is not None for key in pictures.needed_from(first)}
+
+    def release_awaiting(self, key: PictureKey) -> None:
+        """Sequences that wait for this picture can be admitted again."""
+        self._waiting.release_awaiting(key)
+
+    def charge_picture(self, sequence: Sequence, num_tokens: int) -> None:
+        """Its tenant is served with the encoding of a picture."""
+        if self._tenants.are_several:
+            self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
 
     # Counts
 
