@@ -29,6 +29,8 @@ from penstock.frontend.endpoints.responses.storage.state_files import (
 )
 from penstock.frontend.options import FrontendOptions
 from penstock.frontend.settings import (
+    MAX_BODY_BYTES,
+    MAX_PICTURE_BODY_BYTES,
     WORKER_SETTINGS_VARIABLE,
     AccessSettings,
     ModelSocket,
@@ -167,7 +169,9 @@ def _tracing(options: FrontendOptions) -> TracingSettings | None:
 
 def _limits(options: FrontendOptions, state: StateFiles | None) -> WorkerLimits:
     return WorkerLimits(
-        max_body_bytes=options.max_body,
+        max_body_bytes=options.max_body or MAX_BODY_BYTES,
+        max_picture_body_bytes=options.max_body or MAX_PICTURE_BODY_BYTES,
+        remote_image_hosts=options.allow_remote_images,
         max_open_requests=options.max_open_requests,
         max_stored_response_bytes=options.response_store,
         response_database=_database(options, state),

@@ -34,11 +34,18 @@ TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "gemma", "granite", "harmony", "mistral", "think"]
 
 
+MAX_BODY_BYTES = 2 << 20
+MAX_PICTURE_BODY_BYTES = 32 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """Limits of one worker. A client that reads nothing for client_timeout_s is dropped."""
 
-    max_body_bytes: int = 2 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_picture_body_bytes: int = MAX_PICTURE_BODY_BYTES
+    """The same for a server with a model that takes pictures."""
+    remote_image_hosts: tuple[str, ...] = ()
     idle_socket_timeout_s: float = 600.0
     """A WebSocket is closed when it has had no request for this long."""
     max_open_requests: int = 1024

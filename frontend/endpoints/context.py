@@ -128,7 +128,10 @@ class EndpointContext:
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""
-        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        limits, keepers = self.limits, self.models.keepers
+        takes_pictures = any(keeper.current is not None and keeper.current.card.takes_pictures for keeper in keepers)
+        max_bytes = limits.max_picture_body_bytes if takes_pictures else limits.max_body_bytes
+        data = await exchange.read_body(max_bytes=max_bytes, timeout_s=_BODY_TIMEOUT_S)
         return data.removeprefix(codecs.BOM_UTF8)
 
     async def _receive_data(self, exchange: Exchange) -> bytes:

@@ -80,8 +80,8 @@ async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
     async with exchange.cancelled_on_disconnect():
         with renamed(_RENAMED):
             chat = await run_sized(num_body_bytes, checked_chat, body)
-            prompt = await render_chat(chat, served, is_long=True)
-        await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+            prompt = await render_chat(chat, served, exchange.tenant, is_long=True)
+        await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt.token_ids)}))
 
 
 def checked_chat(body: CountTokensBody) -> ChatBody:

@@ -15,8 +15,8 @@ _Numbers: TypeAlias = tuple[_Number, ...]
 
 
 class PictureJob(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A picture to decode. With it come two fds: of its bytes, where the pixels go, too; and of a socket for the result,
-    whose end ends the work."""
+    """A picture to decode. With it come two fds: of its bytes, which the pixels replace; and of a socket for the
+    result, whose end ends the work."""
 
     model_dir: str
     family: str

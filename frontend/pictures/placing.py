@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.frontend.pictures.families import FAMILIES
 from penstock.frontend.pictures.messages import PictureJob
-from penstock.frontend.pictures.remote import RemotePictures
 from penstock.frontend.pictures.workshop import EncodedPicture, PictureWorkshop, ProcessedPicture
 from penstock.frontend.schemas.chat import ChatBody, ContentPart, PicturePart
 from penstock.frontend.text.pooling_files import read_object
 from penstock.frontend.text.spellings import MarkedText
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
-from penstock.shm.messages import MAX_PICTURES, ModelCard
+from penstock.shm.messages import MAX_PICTURES, ModelCard, Picture, picture_token_ids
 
 _ANY_TYPE = ("", "application/octet-stream")
 
@@ -26,6 +26,10 @@ class PlacedPicture:
     """(first token, number of tokens) in the prompt."""
     processed: ProcessedPicture
 
+    def moved(self, num_tokens: int) -> PlacedPicture:
+        """Return the picture behind more tokens."""
+        return replace(self, spans=tuple((first + num_tokens, count) for first, count in self.spans))
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -33,6 +37,25 @@ class ChatPrompt:
 
     token_ids: list[int]
     pictures: tuple[PlacedPicture, ...] = ()
+
+
+def sent_pictures(
+    token_ids: Sequence[int], pictures: Sequence[PlacedPicture]
+) -> tuple[Sequence[int], tuple[Picture, ...], tuple[bytes, ...]]:
+    """Return a prompt as the backend receives it: tokens with the pictures' own ids, pictures, and their pixels."""
+    if not pictures:
+        return token_ids, (), ()
+    tokens = array("i", token_ids)
+    sent = []
+    for picture in pictures:
+        result = picture.processed.result
+        own = picture_token_ids(result.digest, sum(count for _, count in picture.spans))
+        done = 0
+        for first, count in picture.spans:
+            tokens[first : first + count] = own[done : done + count]
+            done += count
+        sent.append(Picture(picture.spans, result.digest, result.shape, result.grid))
+    return tokens, tuple(sent), tuple(picture.processed.pixels for picture in pictures)
 
 
 def picture_parts(body: ChatBody) -> list[tuple[str, ContentPart]]:
@@ -55,19 +78,15 @@ class PictureReader:
         model_type: str,
         image_token_id: int,
         workshop: PictureWorkshop,
-        remote: RemotePictures,
     ) -> None:
         self._card = card
         self._model_type = model_type
         self._family = FAMILIES[model_type]
         self._image_token_id = image_token_id
         self._workshop = workshop
-        self._remote = remote
 
     @classmethod
-    def of_model(
-        cls, card: ModelCard, added_tokens: dict[str, int], workshop: PictureWorkshop, remote: RemotePictures
-    ) -> PictureReader | None:
+    def of_model(cls, card: ModelCard, added_tokens: dict[str, int], workshop: PictureWorkshop) -> PictureReader | None:
         """Return the reader of a model; None if it takes no pictures. Raises ValueError."""
         if not card.takes_pictures:
             return None
@@ -78,7 +97,7 @@ class PictureReader:
         image_token_id = added_tokens.get(family.image_token)
         if image_token_id is None:
             raise ValueError(f"its tokenizer has no token {family.image_token} for pictures")
-        return cls(card, model_type, image_token_id, workshop, remote)
+        return cls(card, model_type, image_token_id, workshop)
 
     def check_count(self, text: str, parts: Sequence[tuple[str, ContentPart]]) -> None:
         """Check that the template has written a place for each picture. Raises ApiError."""
@@ -121,7 +140,7 @@ class PictureReader:
                 invalid(path, "a data URI must be data:TYPE;base64, and base64 behind it")
             data = text.encode()
         else:
-            data, media_type = await self._remote.fetch(path, url)
+            data, media_type = await self._workshop.fetch(path, url)
         kind = media_type.partition(";")[0].strip().lower()
         return EncodedPicture(path, data, is_base64, "" if kind in _ANY_TYPE else kind)
 
@@ -149,8 +168,5 @@ class PictureReader:
         spans = iter(zip(starts, counts, strict=True))
         return ChatPrompt(
             placed + token_ids[done:],
-            tuple(
-                PlacedPicture(tuple(next(spans) for _ in picture.result.counts), picture) for picture in pictures
-            ),
+            tuple(PlacedPicture(tuple(next(spans) for _ in picture.result.counts), picture) for picture in pictures),
         )
-

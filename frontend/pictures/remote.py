@@ -23,31 +23,26 @@ _IPv4_BITS = (1 << 32) - 1
 
 
 class RemotePictures:
-    """Without allowed hosts every address is refused."""
-
-    def __init__(self, allowed_hosts: Collection[str] = (), timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(self, allowed_hosts: Collection[str], timeout_s: float = _TIMEOUT_S) -> None:
         """An entry is HOST or HOST:PORT; *.HOST is every name below it, and * every host with a public address."""
         self._allowed = frozenset(host.lower() for host in allowed_hosts)
         self._timeout_s = timeout_s
 
     async def fetch(self, path: str, url: str) -> tuple[bytes, str]:
         """Return the bytes and the media type. path is the body's name of the URL. Raises ApiError."""
-        if not self._allowed:
-            message = "pictures from other hosts are refused; send a data URI, or start the server with"
-            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: {message} --allow-remote-images HOST", param=path)
         try:
             # No proxy of the environment: it would resolve the name again.
             async with asyncio.timeout(self._timeout_s), httpx2.AsyncClient(trust_env=False) as client:
+                found: tuple[bytes, str] | str = url
                 for _ in range(_MAX_REDIRECTS + 1):
-                    found = await self._get(client, path, url)
+                    found = await self._get(client, path, str(found))
                     if not isinstance(found, str):
                         return found
-                    url = found
         except TimeoutError:
             invalid(path, f"the host takes longer than the limit of {self._timeout_s:g} s")
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             invalid(path, f"cannot be fetched: {type(error).__name__}")
-        invalid(path, f"more than {_MAX_REDIRECTS} redirects, the limit")
+        return invalid(path, f"more than {_MAX_REDIRECTS} redirects, the limit")
 
     async def _get(self, client: httpx2.AsyncClient, path: str, text: str) -> tuple[bytes, str] | str:
         """Return the answer, or the address that it redirects to."""
@@ -75,13 +70,13 @@ class RemotePictures:
         host, port = url.host.lower(), url.port or (443 if url.scheme == "https" else 80)
         names = {host} if url.port is None else {f"{host}:{port}"}
         suffixes = {"*." + host.split(".", n)[n] for n in range(1, host.count(".") + 1)} | {"*"}
-        if not self._allowed & (names if url.port is not None else names | suffixes):
+        if not self._allowed & (names | suffixes if url.port is None else names):
             message = f"{shorten(url.netloc.decode())} is not among the hosts of --allow-remote-images"
             raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: {message}", param=path)
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
-        is_literal = addresses == [host]  # the operator has allowed this very address
-        if not addresses or not (is_literal and "*" not in self._allowed or all(map(is_public, addresses))):
+        is_named = addresses == [host] and bool(self._allowed & names)  # the operator allows this very address
+        if not addresses or not (is_named or all(map(is_public, addresses))):
             invalid(path, f"{shorten(host)} has an address of a private network, which is refused")
         return addresses[0]
 

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,6 +32,9 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, ret
 from penstock.process.admission import TenantPlaces
 from penstock.process.child_channel import ChannelClosed, decode, send, start_child
 
+if TYPE_CHECKING:
+    from penstock.frontend.pictures.remote import RemotePictures
+
 logger = logging.getLogger("penstock.pictures")
 
 _CHILD = "penstock.frontend.pictures.child"
@@ -44,7 +48,9 @@ _RETRY_AFTER_S = 2
 _MAX_ATTEMPTS = 2
 """A picture whose child was killed from outside is tried once more."""
 _KEPT_BYTES = 64 << 20
-_OVER_LIMITS = f"decoding it takes more than the limit of {CPU_TIME_S:g} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
+_OVER_LIMITS = (
+    f"decoding it takes more than the limit of {CPU_TIME_S:g} s of CPU time or {MEMORY_BYTES >> 20} MiB of memory"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,9 @@ class ProcessedPicture:
 class PictureWorkshop:
     """One per worker. The child starts with the first picture, and stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, remote: RemotePictures | None = None) -> None:
+        """remote fetches pictures from other hosts; without it these are refused."""
+        self._remote = remote
         self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._places = TenantPlaces(_MAX_WAITING)
         self._turns = _Turns()
@@ -86,6 +94,16 @@ class PictureWorkshop:
             yield
         finally:
             self._places.release(tenant)
+
+    async def fetch(self, path: str, url: str) -> tuple[bytes, str]:
+        """Return the bytes and the media type of a picture elsewhere. Raises ApiError."""
+        if self._remote is None:
+            kind = url.partition("://")[0].lower()
+            if kind not in ("http", "https"):
+                invalid(path, "must be a data URI, such as data:image/png;base64,…")
+            message = "pictures from other hosts are refused; send a data URI, or start the server with"
+            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}: {message} --allow-remote-images HOST", param=path)
+        return await self._remote.fetch(path, url)
 
     async def process(self, picture: EncodedPicture, job: PictureJob, tenant: bytes) -> ProcessedPicture:
         """Raises ApiError."""
@@ -143,13 +161,12 @@ class PictureWorkshop:
 
     def _channel(self) -> socket.socket:
         """Return the child's socket; start a child if there is none. Raises ChannelClosed."""
-        if not self._child_lives():
+        if self._child is None or not self._child_lives():
             self.close()
             try:
                 self._child = start_child(_CHILD, _ENVIRONMENT)
             except OSError as error:
                 raise ChannelClosed(str(error)) from None
-        assert self._child is not None
         return self._child[1]
 
     def _child_lives(self) -> bool:

@@ -88,8 +88,8 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
         open_calls.add(calls)
         role = message.role
         messages.append(
-            ChatMessage(  # type: ignore[arg-type]  # checked before
-                role,
+            ChatMessage(
+                role,  # type: ignore[arg-type]  # checked before
                 content_of([*pictures, ContentPart("text", content)]),
                 tool_calls=calls or None,
                 reasoning_content=message.thinking,

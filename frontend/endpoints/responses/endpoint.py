@@ -104,7 +104,7 @@ class Responses:
         if body.truncation == "auto":
             with renamed(RENAMED):
                 async with exchange.cancelled_on_disconnect():
-                    chat = await fitted(chat, served)
+                    chat = await fitted(chat, served, exchange.tenant)
         pending = PendingResponse(body, previous, served.card, is_continuable=turn is not None)
         if turn is not None and not turn.generates:
             await self._keep_unanswered(exchange, pending, served, turn)
@@ -144,7 +144,7 @@ class Responses:
             with renamed(RENAMED):
                 await run_sized(num_bytes, check_chat, chat)
                 if body.truncation == "auto":
-                    chat = await fitted(chat, served)
+                    chat = await fitted(chat, served, earlier.tenant)
                 await self._answer(run, chat, served, num_bytes, (earlier.response_id, restart.created_at))
 
         self._runs.resume(run, work)
@@ -197,8 +197,8 @@ class Responses:
             previous = await self._previous(exchange.tenant, body)
             chat, _ = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
             with renamed(RENAMED):
-                prompt = await render_chat(chat, served, is_long=True)
-            answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+                prompt = await render_chat(chat, served, exchange.tenant, is_long=True)
+            answer = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
             await exchange.respond(200, msgspec.json.encode(answer))
 
     async def compact(self, exchange: Exchange, context: EndpointContext) -> None:

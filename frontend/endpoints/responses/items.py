@@ -273,7 +273,7 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
 
 
-async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
+async def fitted(body: ChatBody, served: ServedModel, tenant: bytes) -> ChatBody:
     """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
 
     Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
@@ -288,7 +288,8 @@ async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
 
     async def fits(num_dropped: int) -> bool:
         try:
-            return len(await render_chat(without(num_dropped), served, is_long=True)) <= max_prompt_tokens
+            prompt = await render_chat(without(num_dropped), served, tenant, is_long=True)
+            return len(prompt.token_ids) <= max_prompt_tokens
         except ApiError as error:
             if error.kind is ErrorKind.CONTEXT_TOO_LONG:
                 return False
