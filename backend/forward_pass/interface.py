@@ -48,8 +48,8 @@ class PassSpec:
     """The pass applies DRY, XTC, top-n-sigma and dynamic temperature, as `HostSampling` does. Otherwise requests for
     them are refused."""
     embedding_size: int = 0
-    """Width of embeddings in prompts, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is IDeviceLogits
-    receives them on the device and on the host, others on the host only."""
+    """Width of embeddings in prompts, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
+    IDeviceLogits receives them on the device and on the host, others on the host only."""
     kv_windows: tuple[int | None, ...] = (None,)
     """One entry for each group of layers with its own pages; the groups take equal parts of kv_bytes_per_token.
 
