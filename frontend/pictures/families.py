@@ -87,11 +87,23 @@ def _pixtral(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) 
     return Expansion("[IMG_BREAK]".join([token] * rows) + "[IMG_END]", [columns] * rows)
 
 
+def _llava(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    height, width = outputs["pixel_values"][0].shape[-2:]
+    cell = int(settings.get("patch_size") or 14)
+    count = (height // cell) * (width // cell) + int(settings.get("num_additional_image_tokens") or 0)
+    return Expansion(token, [count - _drops_first(settings)])
+
+
+def _drops_first(settings: Mapping[str, Any]) -> bool:
+    """Whether the model uses no class embedding."""
+    return settings.get("vision_feature_select_strategy") == "default"
+
+
 def _onevision(outputs: Outputs, processor: Any, settings: Mapping[str, Any], token: str) -> Expansion:
     """LLaVA-OneVision: the whole picture, and tiles of it without their padding, with a token after each row."""
     height, width = map(int, outputs["image_sizes"][0])
     count = int(settings.get("num_image_tokens") or 729)
-    drops_first = settings.get("vision_feature_select_strategy") == "default"
+    drops_first = _drops_first(settings)
     if len(outputs["pixel_values"][0]) == 1:  # one of several
         return Expansion(token, [count + 1 - drops_first], (1, height, width))
     tile = outputs["pixel_values"][0][0].shape[-1]
@@ -125,6 +137,7 @@ def _with_rows(_: Mapping[str, Any]) -> dict[str, Any]:
     return {"return_row_col_info": True}
 
 
+_PIXTRAL = Family("pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings: {"patch_size": _cell(settings)})
 _QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen)
 
 FAMILIES = {
@@ -138,9 +151,16 @@ FAMILIES = {
     "qwen3_5_moe": _QWEN,
     "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda _: {"crop_to_patches": True}),
     "gemma3": Family("gemma3", "Gemma3", "<image_soft_token>", _gemma, placeholder="<start_of_image>"),
-    "mistral3": Family(
-        "pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings: {"patch_size": _cell(settings)}
-    ),
+    "mistral3": _PIXTRAL,
+    "pixtral": _PIXTRAL,
+    "llava": Family("clip", "CLIP", "<image>", _llava),
     "llava_onevision": Family("llava_onevision", "LlavaOnevision", "<image>", _onevision, depends_on_others=True),
 }
 """By config.json's model_type."""
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """Return the name among FAMILIES for config.json: LLaVA's with Pixtral's tower are Pixtral's."""
+    model_type, vision = str(config.get("model_type")), config.get("vision_config")
+    has_pixtral = isinstance(vision, dict) and vision.get("model_type") == "pixtral"
+    return "pixtral" if model_type == "llava" and has_pixtral else model_type

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.frontend.pictures.families import FAMILIES
+from penstock.frontend.pictures.families import FAMILIES, family_name
 from penstock.frontend.pictures.messages import PictureJob
 from penstock.frontend.pictures.workshop import EncodedPicture, PictureWorkshop, ProcessedPicture
 from penstock.frontend.schemas.chat import ChatBody, ContentPart, PicturePart
@@ -75,13 +75,13 @@ class PictureReader:
     def __init__(
         self,
         card: ModelCard,
-        model_type: str,
+        family: str,
         image_token_id: int,
         workshop: PictureWorkshop,
     ) -> None:
         self._card = card
-        self._model_type = model_type
-        self._family = FAMILIES[model_type]
+        self._family_name = family
+        self._family = FAMILIES[family]
         self._image_token_id = image_token_id
         self._workshop = workshop
 
@@ -90,14 +90,14 @@ class PictureReader:
         """Return the reader of a model; None if it takes no pictures. Raises ValueError."""
         if not card.takes_pictures:
             return None
-        model_type = str(read_object(Path(card.model_dir) / "config.json").get("model_type"))
-        family = FAMILIES.get(model_type)
+        name = family_name(read_object(Path(card.model_dir) / "config.json"))
+        family = FAMILIES.get(name)
         if family is None:
-            raise ValueError(f"no image processor is known for model_type {shorten(model_type)}")
+            raise ValueError(f"no image processor is known for model_type {shorten(name)}")
         image_token_id = added_tokens.get(family.image_token)
         if image_token_id is None:
             raise ValueError(f"its tokenizer has no token {family.image_token} for pictures")
-        return cls(card, model_type, image_token_id, workshop)
+        return cls(card, name, image_token_id, workshop)
 
     def check_count(self, text: str, parts: Sequence[tuple[str, ContentPart]]) -> None:
         """Check that the template has written a place for each picture. Raises ApiError."""
@@ -127,7 +127,7 @@ class PictureReader:
             encoded = await self._encoded(path, url)
             max_bytes = self._card.max_picture_bytes
             job = PictureJob(
-                self._card.model_dir, self._model_type, encoded.media_type, encoded.is_base64, is_alone, max_bytes
+                self._card.model_dir, self._family_name, encoded.media_type, encoded.is_base64, is_alone, max_bytes
             )
             return await self._workshop.process(encoded, job, tenant)
 

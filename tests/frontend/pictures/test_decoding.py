@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import struct
@@ -166,12 +167,22 @@ def forks_of(workshop: PictureWorkshop) -> list[int]:
 
 
 @pytest.fixture
-def slow_job(job: PictureJob, tmp_path: Path) -> PictureJob:
-    """The model's processor never ends: it resizes to a size that takes all memory and time."""
-    settings = '{"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 4096}, "do_resize": true,'
-    settings += ' "max_image_size": {"longest_edge": 1}}'
-    (tmp_path / "preprocessor_config.json").write_text(settings, encoding="utf-8")
+def slow_job(job: PictureJob) -> PictureJob:
+    """The model's processor takes very long: it cuts the picture into a million tiles."""
+    return with_sizes(job, {"longest_edge": 1024}, tile=1)
+
+
+def with_sizes(job: PictureJob, size: dict[str, int], tile: int) -> PictureJob:
+    settings = {"size": size, "max_image_size": {"longest_edge": tile}}
+    path = Path(job.model_dir) / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_processor_type": "SmolVLMImageProcessor", **settings}), encoding="utf-8")
     return job
+
+
+async def test_picture_that_takes_too_much_memory_is_refused(workshop: PictureWorkshop, job: PictureJob) -> None:
+    greedy = with_sizes(job, {"height": 20_000, "width": 20_000}, tile=512)
+    with pytest.raises(ApiError, match="decoding it takes more memory than the limit of 1024 MiB"):
+        await process(workshop, greedy, PNG)
 
 
 async def test_hang_up_ends_the_fork_and_others_are_served_meanwhile(

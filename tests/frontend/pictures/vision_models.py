@@ -118,6 +118,18 @@ MODELS = {
         "[IMG]",
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
+    "llava": VisionModel(
+        "llava",
+        "LlavaProcessor",
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 28},
+            "crop_size": {"height": 28, "width": 28},
+        },
+        ("<image>",),
+        "<image>\n",
+        {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"},
+    ),
     "llava_onevision": VisionModel(
         "llava_onevision",
         "LlavaOnevisionProcessor",
