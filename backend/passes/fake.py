@@ -60,7 +60,7 @@ class FakeTower:
         digest = hashlib.sha256(pixels.tobytes() + repr((pixels.shape, grid)).encode()).digest()
         values = np.frombuffer(digest, np.uint8)[: 4 * EMBEDDING_SIZE].astype(np.float32).reshape(EMBEDDING_SIZE, -1)
         places = np.arange(self.num_tokens(pixels.shape, grid), dtype=np.float32)
-        return values @ np.float32([1, 256, 65_536, 0]) + places[:, None]
+        return values @ np.array([1, 256, 65_536, 0], np.float32) + places[:, None]
 
 
 def position_hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint64]:

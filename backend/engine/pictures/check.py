@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backend.forward_pass.extensions import PictureTower
 from penstock.shm.link.events import Submission
-from penstock.shm.messages import AskQuote, Generate, Picture, PromptHeader, TextHeader, picture_token_ids
-
-
-class CountsTokens(Protocol):
-    """The part of a `PictureTower` that needs no device."""
-
-    max_picture_bytes: int
-
-    def num_tokens(self, shape: tuple[int, ...], grid: tuple[int, int, int]) -> int:
-        """Raises ValueError."""
+from penstock.shm.messages import AskQuote, Picture, PromptHeader, TextHeader, picture_token_ids
 
 
 class BadPicture(ValueError):
     """One line that names the picture, the value and the limit."""
 
 
-def words_of(submission: Submission[PromptHeader], tower: CountsTokens | None) -> NDArray[np.int32]:
+def words_of(submission: Submission[PromptHeader], tower: PictureTower | None) -> NDArray[np.int32]:
     """The tokens of a request with 0 in place of its pictures' tokens. Raises BadPicture."""
     tokens = np.frombuffer(submission.tokens, np.int32)
     message = submission.message
@@ -46,7 +37,7 @@ def words_of(submission: Submission[PromptHeader], tower: CountsTokens | None) -
     return tokens
 
 
-def _check(picture: Picture, tower: CountsTokens, *, needs_pixels: bool) -> None:
+def _check(picture: Picture, tower: PictureTower, *, needs_pixels: bool) -> None:
     num_bytes = math.prod(picture.shape)
     if num_bytes > tower.max_picture_bytes:
         raise ValueError(f"{num_bytes} bytes of pixels; the limit is {tower.max_picture_bytes}")
@@ -70,7 +61,3 @@ def _blank(prompt: NDArray[np.int32], picture: Picture, free: int) -> int:
         prompt[first : first + count] = 0
         free, offset = first + count, offset + count
     return free
-
-
-def pixels_of(submission: Submission[PromptHeader]) -> tuple[Picture, ...]:
-    return submission.message.pictures if isinstance(submission.message, Generate) else ()

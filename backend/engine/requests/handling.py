@@ -36,10 +36,10 @@ class RequestHandling:
     vector_delivery: VectorDelivery
     streams: StreamTable
     adapters: AdapterTable
-    pictures: PictureDesk | None = None
-    """None if the model takes none."""
     step_timing: StepTiming = field(default_factory=StepTiming)
     """Filled by the loop, read for quotes."""
+    pictures: PictureDesk | None = None
+    """None if the model takes none."""
 
     @classmethod
     def make(
@@ -71,4 +71,4 @@ class RequestHandling:
         intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, streams, clock, quoter, pictures)
         canceller = Canceller(board, table, delivery, streams, clock)
         adapters = AdapterTable(link, table, AdapterSet()) if make_adapters is None else make_adapters(table)
-        return cls(table, intake, delivery, canceller, vector_delivery, streams, adapters, pictures, step_timing)
+        return cls(table, intake, delivery, canceller, vector_delivery, streams, adapters, step_timing, pictures)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.backend.engine.pictures.check import BadPicture, CountsTokens, words_of
+from penstock.backend.engine.pictures.check import BadPicture, words_of
+from penstock.backend.forward_pass.extensions import PictureTower
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import Failure, FailureCode, Pool, PromptHeader, TextHeader
 
@@ -41,7 +42,7 @@ class EngineLimits:
     """The forward pass samples tokens."""
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Id of each adapter → its index in the forward pass."""
-    tower: CountsTokens | None = None
+    tower: PictureTower | None = None
     """None if the model takes no pictures."""
     unloaded: Collection[str] = ()
     """Ids of adapters that only requests of before may still use."""

@@ -102,7 +102,7 @@ def _count_patches(config: Any, tiles: tuple[int, int, int], merge: int) -> int:
     side, most = patch_size(config) * merge, image_size(config)
     if num_tiles != 1 or height % side or width % side or max(height, width) > most:
         raise ValueError(f"pixels [{num_tiles}, 3, {height}, {width}]; sides are multiples of {side} up to {most}")
-    return (height // side) * (width // side)
+    return height // side * (width // side)
 
 
 def _count_llava(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
@@ -112,7 +112,7 @@ def _count_llava(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
     if tiles[0] != 1:
         raise ValueError(f"{tiles[0]} tiles; this model takes 1")
     _check_tiles(config, tiles)
-    return _side(config) ** 2 + (config.vision_feature_select_strategy == "full")
+    return int(_side(config) ** 2 + (config.vision_feature_select_strategy == "full"))
 
 
 def _encode_llava(model: Any, pixels: Tensor, _: Grid) -> Tensor:
@@ -169,7 +169,7 @@ def _encode_onevision(model: Any, pixels: Tensor, grid: Grid) -> Tensor:
 
 
 def _max_tiles_onevision(config: Any, _: dict[str, Any]) -> int:
-    return 1 + max(height * width for height, width in config.image_grid_pinpoints) // image_size(config) ** 2
+    return 1 + max(int(height * width) for height, width in config.image_grid_pinpoints) // image_size(config) ** 2
 
 
 def _one_tile(_: Any, __: dict[str, Any]) -> int:

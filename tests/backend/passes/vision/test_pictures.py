@@ -61,7 +61,13 @@ MODELS = {
         {"downsample_ratio": 0.5, "vision_feature_layer": -1},
     ),
     "llava": Model("Llava", "llama", _CLIP, [(1, 32, 32), (1, 32, 32)], {"vision_feature_layer": -2}),
-    "pixtral": Model("Llava", "mistral", _PIXTRAL, [(1, 24, 40)], {"vision_feature_layer": -1}),
+    "pixtral": Model(
+        "Llava",
+        "mistral",
+        _PIXTRAL,
+        [(1, 24, 40)],
+        {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
     "mistral3": Model("Mistral3", "mistral", _PIXTRAL, [(1, 32, 64), (1, 48, 16)], {"spatial_merge_size": 2}),
     "onevision": Model(
         "LlavaOnevision",
