@@ -25,6 +25,7 @@ from penstock.frontend.pictures.messages import (
     CPU_TIME_S,
     MAX_MESSAGE_BYTES,
     MEMORY_BYTES,
+    READY,
     PictureJob,
     PictureResult,
 )
@@ -113,6 +114,10 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
     sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    with contextlib.suppress(ImportError):  # forks would import it each for itself
+        importlib.import_module("transformers.image_processing_backends")
+        importlib.import_module("penstock.frontend.pictures.decoding")
+    channel.send(READY)
     while True:
         try:
             job, (memory, result_fd) = receive_with_fds(channel, PictureJob, MAX_MESSAGE_BYTES, 2)
@@ -122,8 +127,10 @@ def main(arguments: list[str]) -> None:
             _processor(job.model_dir, job.family)
         with socket.socket(fileno=result_fd) as result:
             if os.fork() == 0:
-                _work(job, memory, result)
-                os._exit(0)
+                try:
+                    _work(job, memory, result)
+                finally:
+                    os._exit(0)
         os.close(memory)
 
 

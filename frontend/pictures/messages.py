@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta, Struct
 
 MAX_MESSAGE_BYTES = 64 << 10
+READY = b"ready"
+"""A child's first packet."""
 CPU_TIME_S = 10.0
 MEMORY_BYTES = 1 << 30
 """Limits of one picture."""

@@ -25,12 +25,14 @@ from penstock.frontend.pictures.messages import (
     CPU_TIME_S,
     MAX_MESSAGE_BYTES,
     MEMORY_BYTES,
+    READY,
     PictureJob,
     PictureResult,
 )
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
 from penstock.process.admission import TenantPlaces
 from penstock.process.child_channel import ChannelClosed, decode, send, start_child
+from penstock.process.supervisor import describe_end
 
 if TYPE_CHECKING:
     from penstock.frontend.pictures.remote import RemotePictures
@@ -77,6 +79,8 @@ class PictureWorkshop:
         """remote fetches pictures from other hosts; without it these are refused."""
         self._remote = remote
         self._child: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._is_ready: asyncio.Task[bytes] | None = None
+        """Ends when the child has done its imports."""
         self._places = TenantPlaces(_MAX_WAITING)
         self._turns = _Turns()
         self._kept: OrderedDict[bytes, ProcessedPicture] = OrderedDict()
@@ -126,51 +130,54 @@ class PictureWorkshop:
             self._child = None
 
     async def _run(self, picture: EncodedPicture, job: PictureJob) -> ProcessedPicture:
-        memory = os.memfd_create("penstock-picture")
-        try:
-            await asyncio.to_thread(os.pwrite, memory, picture.data, 0)
-            data = b""
-            for _ in range(_MAX_ATTEMPTS):
-                data = await self._exchange(job, memory)
-                if data or self._child_lives():
-                    break
-            else:
-                raise _unable(picture.path, "the child keeps dying")
-            try:
-                result = decode(data, PictureResult, MAX_MESSAGE_BYTES)
-            except ChannelClosed:
-                invalid(picture.path, _OVER_LIMITS)
-            if result.error and result.is_client_fault:
-                invalid(picture.path, result.error)
-            num_bytes = math.prod(result.shape)
-            pixels = await asyncio.to_thread(os.pread, memory, num_bytes, 0)
-            if result.error or len(pixels) != num_bytes:
-                raise _unable(picture.path, result.error or "a fork has written too few pixels")
-        finally:
-            os.close(memory)
+        result, memory = await self._result(picture, job)
+        if result.error and result.is_client_fault:
+            invalid(picture.path, result.error)
+        num_bytes = math.prod(result.shape)
+        pixels = await asyncio.to_thread(memory.read, num_bytes)
+        if result.error or len(pixels) != num_bytes:
+            raise _unable(picture.path, result.error or "a fork has written too few pixels")
         return ProcessedPicture(result, pixels)
 
-    async def _exchange(self, job: PictureJob, memory: int) -> bytes:
-        """Return the encoded result; empty if the fork has ended without one. Cancelling it ends the fork."""
+    async def _result(self, picture: EncodedPicture, job: PictureJob) -> tuple[PictureResult, _Memory]:
+        reason = ""
+        for _ in range(_MAX_ATTEMPTS):
+            memory = _Memory()
+            await asyncio.to_thread(memory.write, picture.data)
+            try:
+                child, channel = self._living_child()
+                if self._is_ready is not None:
+                    await asyncio.shield(self._is_ready)
+                data = await self._exchange(channel, job, memory.fd)
+                if data:
+                    return decode(data, PictureResult, MAX_MESSAGE_BYTES), memory
+                if child.poll() is None:
+                    return PictureResult(_OVER_LIMITS), memory
+                reason = f"the child {describe_end(child.returncode)}"
+            except (ChannelClosed, OSError) as error:
+                reason = str(error)
+        raise _unable(picture.path, reason)
+
+    @staticmethod
+    async def _exchange(channel: socket.socket, job: PictureJob, memory: int) -> bytes:
+        """Return the encoded result; empty if the fork has ended without one. Cancelling it ends the fork. Raises
+        ChannelClosed."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
-            with theirs, contextlib.suppress(ChannelClosed):  # a child that has just died gives no result
-                send(self._channel(), job, (memory, theirs.fileno()))
+            with theirs:
+                send(channel, job, (memory, theirs.fileno()))
             ours.setblocking(False)
             return await asyncio.get_running_loop().sock_recv(ours, MAX_MESSAGE_BYTES + 1)
 
-    def _channel(self) -> socket.socket:
-        """Return the child's socket; start a child if there is none. Raises ChannelClosed."""
-        if self._child is None or not self._child_lives():
+    def _living_child(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Return the child and its socket; start a child if there is none. Raises OSError."""
+        if self._child is None or self._child[0].poll() is not None:
             self.close()
-            try:
-                self._child = start_child(_CHILD, _ENVIRONMENT)
-            except OSError as error:
-                raise ChannelClosed(str(error)) from None
-        return self._child[1]
-
-    def _child_lives(self) -> bool:
-        return self._child is not None and self._child[0].poll() is None
+            self._child = start_child(_CHILD, _ENVIRONMENT)
+            channel = self._child[1]
+            channel.setblocking(False)
+            self._is_ready = asyncio.create_task(_read_packet(channel))
+        return self._child
 
     def _keep(self, key: bytes, processed: ProcessedPicture) -> None:
         self._kept_bytes += len(processed.pixels)
@@ -180,6 +187,26 @@ class PictureWorkshop:
         while self._kept_bytes > _KEPT_BYTES:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= len(oldest.pixels)
+
+
+class _Memory:
+    """Shared with a fork. It is closed with the last reference: a thread may use it longer than the task."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("penstock-picture")
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def write(self, data: bytes) -> None:
+        os.pwrite(self.fd, data, 0)
+
+    def read(self, num_bytes: int) -> bytes:
+        return os.pread(self.fd, num_bytes, 0)
+
+
+async def _read_packet(channel: socket.socket) -> bytes:
+    return await asyncio.get_running_loop().sock_recv(channel, len(READY))
 
 
 def _unable(path: str, reason: str) -> ApiError:
