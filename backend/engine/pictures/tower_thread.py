@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from penstock.backend.sequences.pictures import PictureKey
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.messages import ArenaRef, Picture, picture_digest
 
-logger = logging.getLogger("penstock.backend")
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class BadPixels(Exception):
@@ -62,7 +61,7 @@ class TowerThread:
         if (current := self._current) is not None:
             current.is_cancelled = True
         self._encodings.put(None)
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)  # it may wait for a step that hangs
 
     def _run(self) -> None:
         while (encoding := self._encodings.get()) is not None:

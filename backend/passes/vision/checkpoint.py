@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,20 @@ logger = logging.getLogger("penstock.backend")
 _TEXT_PARTS = ("language_model", "text_model")
 
 
-def find_family(model_dir: Path) -> VisionFamily | None:
-    """None for a model without a vision part, and for one whose pictures are not taken; the log says why."""
+def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | None:
+    """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
     if not isinstance(values.get("vision_config"), dict):
         return None
     architecture = str(find_architecture(values))
-    if architecture in UNSUPPORTED:
-        logger.info("pictures are not taken: of %s %s", architecture, UNSUPPORTED[architecture])
-        return None
-    if (family := FAMILIES.get(architecture)) is None:
-        logger.info("pictures are not taken: %s is not supported", shorten(architecture))
-        return None
-    try:
-        import transformers  # noqa: F401 - whether it is there
-    except ImportError as error:
-        logger.warning("pictures are not taken, because they need penstock[transformers]: %s", error)
-        return None
+    family = FAMILIES.get(architecture)
+    if family is None:
+        reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
+    elif find_spec("transformers") is None:
+        family, reason = None, "they need penstock[transformers]"
+    if family is None and says_why:
+        logger.warning("pictures are not taken: %s", reason)
     return family
 
 

@@ -42,7 +42,7 @@ class VisionTower:
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> VisionTower | None:
         """None if the model's pictures are not taken. Raises StartupError."""
-        if (family := find_family(model_dir)) is None:
+        if (family := find_family(model_dir, says_why=True)) is None:
             return None
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
