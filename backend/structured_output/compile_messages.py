@@ -1,4 +1,4 @@
-"""Messages between the backend and a compiling child, over `penstock.process.child_channel`.
+"""Messages between the backend and a compiling child, over `penstock.process.children`.
 
 The backend sends one CompilerSetup and gets one CompilerReady, then sends one Grammar at a time and gets one
 CompileReport for each.

@@ -128,9 +128,9 @@ class EndpointContext:
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""
-        limits, keepers = self.limits, self.models.keepers
-        takes_pictures = any(keeper.current is not None and keeper.current.card.takes_pictures for keeper in keepers)
-        max_bytes = limits.max_picture_body_bytes if takes_pictures else limits.max_body_bytes
+        served = (keeper.current for keeper in self.models.keepers)
+        has_pictures = any(each is not None and each.card.takes_pictures for each in served)
+        max_bytes = self.limits.body_limit(has_pictures=has_pictures)
         data = await exchange.read_body(max_bytes=max_bytes, timeout_s=_BODY_TIMEOUT_S)
         return data.removeprefix(codecs.BOM_UTF8)
 

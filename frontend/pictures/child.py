@@ -29,8 +29,7 @@ from penstock.frontend.pictures.messages import (
     PictureJob,
     PictureResult,
 )
-from penstock.process.child_channel import ChannelClosed, begin_child, limit, receive_with_fds, send
-from penstock.process.children import stop_with_parent
+from penstock.process.children import ChannelClosed, begin_child, limit, receive_with_fds, send, stop_with_parent
 from penstock.shm.messages import picture_digest
 
 _NICE = 5

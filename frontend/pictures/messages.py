@@ -1,4 +1,4 @@
-"""Messages between a frontend and the child that decodes pictures, over `penstock.process.child_channel`."""
+"""Messages between a frontend and the child that decodes pictures, over `penstock.process.children`."""
 
 from __future__ import annotations
 
