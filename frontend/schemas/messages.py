@@ -24,9 +24,9 @@ _MAX_BLOCKS = 2048
 
 
 class ImageSource(Struct, frozen=True):
-    """A picture in base64 with its media type, or where to fetch it."""
+    """A picture in base64 with its media type, or where to fetch it. Other blocks have sources of other types."""
 
-    type: Literal["base64", "url"]
+    type: TypeName | None = None
     media_type: TypeName | None = None
     data: str | None = None
     url: str | None = None
@@ -226,10 +226,19 @@ def _check_block(path: str, block: ContentBlock, role: str) -> None:
                     raise _unsupported(f"{where}.type", f"must be one of text, image, got {shorten(part.type)}")
 
 
+_SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}
+"""The fields that a picture's source needs, by its type."""
+
+
 def _check_source(path: str, source: ImageSource | None) -> None:
-    _required(f"{path}.source", source)
-    for field in () if source is None else ("url",) if source.type == "url" else ("media_type", "data"):
-        _required(f"{path}.source.{field}", getattr(source, field))
+    path = f"{path}.source"
+    _required(path, source)
+    kind = None if source is None else source.type
+    _required(f"{path}.type", kind)
+    if kind not in _SOURCES:
+        raise _unsupported(f"{path}.type", f"must be one of {', '.join(_SOURCES)}, got {shorten(kind)}")
+    for field in _SOURCES[kind]:
+        _required(f"{path}.{field}", getattr(source, field))
 
 
 def _required(path: str, value: object) -> None:
