@@ -12,7 +12,7 @@ from collections import deque
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.scheduling.admission import Admission
+from penstock.backend.scheduling.admission import Admission, AwaitedPictures
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.outlook import Outlook
 from penstock.backend.scheduling.preemption import Preemption
@@ -20,7 +20,6 @@ from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_plan import Chunk, Plan, share_out
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import WaitQueue
-from penstock.backend.sequences.pictures import PictureKey
 from penstock.backend.sequences.sequence import Sequence
 
 _SHORT_STEP_PART = 4
@@ -56,7 +55,10 @@ class Scheduler:
         self._waiting = WaitQueue(self._tenants)
         self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
         self._preemption = Preemption(self._running, self._waiting, self._tenants)
-        self._admission = Admission(self._running, self._waiting, self._tenants, self._preemption, max_park_steps)
+        self.pictures = AwaitedPictures(self._running, self._waiting, self._tenants)
+        self._admission = Admission(
+            self._running, self._waiting, self._tenants, self._preemption, self.pictures, max_park_steps
+        )
         self._max_batch_tokens = max_batch_tokens
         self._bisections: deque[list[tuple[Sequence, int]]] = deque()
         """Parts of failed steps: sequences, each with the number of tokens that it had after the step. A part runs
@@ -66,7 +68,6 @@ class Scheduler:
         self._no_short_step_before = 0
         """Compared with _num_plans."""
         self._num_added = 0
-        self._num_with_pictures = 0
         self._num_precedences_left = max_running
         """Sequences that may still go before all others because they ran in an earlier backend. No more than this ran
         there at a time, and no more can frontends that lie gain in this backend's life."""
@@ -88,7 +89,7 @@ class Scheduler:
             self._tenants.close(account)
             raise
         self._num_added += 1
-        self._num_with_pictures += sequence.pictures is not None
+        self.pictures.num_sequences += sequence.pictures is not None
         self._num_precedences_left -= goes_first
         self._outlook = None
 
@@ -99,7 +100,7 @@ class Scheduler:
         if sequence.order < 0:  # it was never added
             return
         self._outlook = None
-        self._num_with_pictures -= sequence.pictures is not None
+        self.pictures.num_sequences -= sequence.pictures is not None
         if sequence in self._running.sequences:
             self._waiting.unpark(self._running.stop(sequence))
         else:
@@ -327,38 +328,6 @@ class Scheduler:
     def take_preempted(self) -> list[Sequence]:
         """See `ISequenceScheduler`."""
         return self._preemption.take_preempted()
-
-    # Pictures
-
-    @property
-    def has_pictures(self) -> bool:
-        return self._num_with_pictures > 0
-
-    def missing_pictures(self) -> list[tuple[Sequence, PictureKey]]:
-        """Sequences with the next picture that each needs and that is not encoded. Those of tenants that have received
-        less come first."""
-        missing = list(self._waiting.awaiting.items())
-        missing += [
-            (sequence, found[0])
-            for sequence in self._running.sequences
-            if sequence.pictures is not None and (found := sequence.pictures.missing_from(sequence.num_computed))
-        ]
-        missing.sort(key=lambda entry: (entry[0].account.service, entry[0].turn))
-        return missing
-
-    def pictures_needed(self) -> set[PictureKey]:
-        """The encoded pictures that running sequences need next."""
-        running = [(each.pictures, each.num_computed) for each in self._running.sequences]
-        return {key for pictures, first in running if pictures is not None for key in pictures.needed_from(first)}
-
-    def release_awaiting(self, key: PictureKey) -> None:
-        """Sequences that wait for this picture can be admitted again."""
-        self._waiting.release_awaiting(key)
-
-    def charge_picture(self, sequence: Sequence, num_tokens: int) -> None:
-        """Its tenant is served with the encoding of a picture."""
-        if self._tenants.are_several:
-            self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
 
     # Counts
 

@@ -57,7 +57,7 @@ class WaitQueue:
         self._parked: dict[Awaited, dict[Sequence, None]] = {}
         self._key_of: dict[Sequence, Awaited] = {}
         self.awaiting: dict[Sequence, PictureKey] = {}
-        """Sequences whose next token is that of a picture without embeddings. Others only read it."""
+        """Sequences whose next token is one of a picture that is not encoded; kept by `AwaitedPictures`."""
         self._deadlines: deque[tuple[int, Sequence]] = deque()
         """(deadline step, sequence), oldest first; entries may be stale."""
 
@@ -221,19 +221,6 @@ class WaitQueue:
             self._unpass(sequence)
         elif self.awaiting.pop(sequence, None) is None:
             self._remove(sequence)
-
-    # Pictures
-
-    def await_picture(self, sequence: Sequence, key: PictureKey) -> None:
-        """Keep a sequence that `head` or `passed` has returned until `release_awaiting`. Others pass it."""
-        self.take(sequence)
-        self.awaiting[sequence] = key
-
-    def release_awaiting(self, key: PictureKey) -> None:
-        """The picture has been encoded, or cannot be."""
-        for sequence in [sequence for sequence, other in self.awaiting.items() if other == key]:
-            del self.awaiting[sequence]
-            self.put(sequence)
 
     # Quotes
 

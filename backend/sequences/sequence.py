@@ -166,8 +166,7 @@ class Sequence:
         constraints: SequenceConstraints | None = None,
     ) -> None:
         # Tokens
-        self.tokens = array("i", tokens)
-        self.num_prompt_tokens = num_prompt_tokens
+        self.tokens, self.num_prompt_tokens = array("i", tokens), num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
         """Keeps tenants, and sequences with other adapters, apart in the prefix cache."""
@@ -185,8 +184,7 @@ class Sequence:
         """Its result is a vector, and this says which: kind and second_start are those of all subscribers."""
         self.embeddings: Loan | None = None
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
-        self.pictures: SequencePictures | None = None
-        """Pictures in the prompt."""
+        self.pictures: SequencePictures | None = None  # in the prompt
         # Delivery
         self.subscribers = Subscribers()
         self.past_logprobs: list[EventLogprobs] | None = None

@@ -41,7 +41,6 @@ from penstock.shm.messages import (
     ContentSpec,
     FailureCode,
     Finish,
-    Generate,
     ModelCard,
     QuoteTerms,
     Request,
@@ -96,8 +95,7 @@ class BackendClient:
         self._held = QueuedRequests(
             self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
         )
-        self._streams.on_shutting_down = self._wait_for_next_backend
-        self._streams.on_adapters = self._take_adapters
+        self._streams.on_shutting_down, self._streams.on_adapters = self._wait_for_next_backend, self._take_adapters
         self._resubmission = Resubmission(self._streams, self._outbox, self._held, self._counters, resume_timeout_s)
         self._next_send: asyncio.Handle | None = None
         self._membership = membership
@@ -316,8 +314,7 @@ class BackendClient:
             message = msgspec.structs.replace(message, **loans)
         stream = kind(message, tokens, self._abandon, request.deadline_s, turns=self._turns, group=request.group)
         stream.loans = list(loans.values())
-        if isinstance(request, GenerationRequest) and isinstance(message, Generate):
-            stream.pixels = request.pixels
+        stream.pixels = request.pixels
         return self._open(stream, is_ready=is_ready)
 
     def _open(self, stream: StreamT, *, is_ready: bool) -> StreamT:

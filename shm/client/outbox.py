@@ -23,6 +23,7 @@ from penstock.shm.messages import (
     BufferRef,
     FailureCode,
     Finish,
+    Generate,
     Keep,
     Pool,
     PromptHeader,
@@ -93,7 +94,12 @@ class Outbox:
         return bool(self._items)
 
     def _lacks_room(self, session: Session, stream: OpenStream) -> bool:
-        if not stream.pixels or stream.finish is not Finish.NONE or _has_expired(stream):
+        if (
+            not stream.pixels
+            or not isinstance(stream.message, Generate)
+            or stream.finish is not Finish.NONE
+            or _has_expired(stream)
+        ):
             return False
         if session.has_room(stream.pixels):
             return False

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import queue
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
-    from penstock.backend.engine.requests.delivery import Delivery
     from penstock.backend.forward_pass import PassSpec
+    from penstock.backend.scheduling.admission import AwaitedPictures
     from penstock.backend.sequences.pictures import PictureKey
     from penstock.backend.sequences.sequence import Sequence
     from penstock.backend.sequences.subscribers import Subscriber
@@ -33,6 +33,18 @@ class ITowerThread(Protocol):
     def start(self, encoding: Encoding) -> None: ...
 
 
+class IDelivery(Protocol):
+    """Ends requests: `Delivery`."""
+
+    def fail(self, sequence: Sequence, code: FailureCode = FailureCode.INTERNAL, text: str = "") -> None:
+        """End the sequence and all its requests."""
+
+    def fail_one(
+        self, sequence: Sequence, subscriber: Subscriber, code: FailureCode = FailureCode.INTERNAL, text: str = ""
+    ) -> None:
+        """End one request; the sequence continues for its other subscribers."""
+
+
 class PictureDesk:
     """One encoding runs at a time. The next one is that of the tenant that has received the least service.
 
@@ -41,10 +53,10 @@ class PictureDesk:
     """
 
     def __init__(
-        self, thread: ITowerThread, cache: PictureCache, row_bytes: int, scheduler: Scheduler, delivery: Delivery
+        self, thread: ITowerThread, cache: PictureCache, row_bytes: int, awaited: AwaitedPictures, delivery: IDelivery
     ) -> None:
         """row_bytes: of the embedding of one token."""
-        self._scheduler = scheduler
+        self._awaited = awaited
         self._delivery = delivery
         self._thread = thread
         self._cache = cache
@@ -63,16 +75,16 @@ class PictureDesk:
             encoding = self._thread.results.get()
             source, self._running, self._source = self._source, None, None
             if encoding.error is None:
-                self._cache.add(encoding.key, encoding.rows, self._scheduler.pictures_needed())
+                self._cache.add(encoding.key, encoding.rows, self._awaited.needed())
             elif not isinstance(encoding.error, EncodingCancelled):
                 self._fail(encoding, source)
-            self._scheduler.release_awaiting(encoding.key)
+            self._awaited.release(encoding.key)
 
     def start_next(self) -> None:
         """Start the next encoding if none runs, and cancel one that nobody needs. Call it after each plan."""
-        if not self._scheduler.has_pictures and self._running is None:
+        if not self._awaited.num_sequences and self._running is None:
             return
-        missing = self._scheduler.missing_pictures()
+        missing = self._awaited.missing()
         if self._running is not None:
             self._running.is_cancelled = all(key != self._running.key for _, key in missing)
             return
@@ -81,10 +93,10 @@ class PictureDesk:
                 self._delivery.fail(sequence, FailureCode.BAD_PICTURE, "the pixels are gone")
                 continue
             subscriber, encoding = found
-            needed = self._scheduler.pictures_needed()
+            needed = self._awaited.needed()
             num_bytes = encoding.picture.num_tokens * self._row_bytes
             if not needed or self._cache.bytes_of(needed) + num_bytes <= self._cache.max_bytes:
-                self._scheduler.charge_picture(sequence, encoding.picture.num_tokens)
+                self._awaited.charge(sequence, encoding.picture.num_tokens)
                 self._running, self._source = encoding, (sequence, subscriber)
                 self._thread.start(encoding)
             return
@@ -100,7 +112,7 @@ class PictureDesk:
                 self._delivery.fail_one(*source, FailureCode.BAD_PICTURE, str(encoding.error)[:512])
             return
         logger.error("a picture could not be encoded; its requests fail", exc_info=encoding.error)
-        for sequence, key in self._scheduler.missing_pictures():
+        for sequence, key in self._awaited.missing():
             if key == encoding.key:
                 self._delivery.fail(sequence)
 
@@ -115,10 +127,10 @@ def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encod
 
 
 def make_picture_desk(
-    thread: ITowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: Delivery
+    thread: ITowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: IDelivery
 ) -> PictureDesk | None:
     """None for a model that takes no pictures."""
     if thread is None or not isinstance(scheduler, Scheduler):
         return None
     row_bytes = 4 * spec.embedding_size
-    return PictureDesk(thread, PictureCache(PICTURE_CACHE_BYTES), row_bytes, scheduler, delivery)
+    return PictureDesk(thread, PictureCache(PICTURE_CACHE_BYTES), row_bytes, scheduler.pictures, delivery)

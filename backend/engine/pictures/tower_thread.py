@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.engine.pictures.device_turns import DeviceTurns
-from penstock.backend.forward_pass.extensions import PictureTower
+from penstock.backend.forward_pass import IBatchedForwardPass
+from penstock.backend.forward_pass.extensions import IEncodesPictures, PictureTower
 from penstock.backend.sequences.pictures import PictureKey
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.messages import ArenaRef, Picture, picture_digest
@@ -44,7 +45,7 @@ class TowerThread:
 
     def __init__(self, tower: PictureTower, turns: DeviceTurns, wake: Callable[[], None]) -> None:
         """wake is called when an encoding has ended."""
-        self._tower = tower
+        self.tower = tower
         self._turns = turns
         self._wake = wake
         self._encodings: queue.SimpleQueue[Encoding | None] = queue.SimpleQueue()
@@ -86,10 +87,16 @@ class TowerThread:
                 self._turns.__enter__()
 
         with self._turns:
-            rows = self._tower.encode(pixels, picture.grid, give_way)
+            rows = self.tower.encode(pixels, picture.grid, give_way)
         if len(rows) != picture.num_tokens or not np.isfinite(rows).all():
             raise ValueError(f"the tower made {len(rows)} rows of {picture.num_tokens}, or not all are finite")
         return rows
+
+
+def start_tower(forward_pass: IBatchedForwardPass, turns: DeviceTurns, wake: Callable[[], None]) -> TowerThread | None:
+    """None for a model that takes no pictures."""
+    tower = forward_pass.picture_tower if isinstance(forward_pass, IEncodesPictures) else None
+    return None if tower is None else TowerThread(tower, turns, wake)
 
 
 def _read(encoding: Encoding) -> NDArray[np.uint8]:

@@ -58,13 +58,11 @@ class Intake:
         quoter: Quoter,
         pictures: PictureDesk | None = None,
     ) -> None:
-        self._quoter = quoter
-        self._pictures = pictures
+        self._quoter, self._pictures = quoter, pictures
         self._scheduler = scheduler
         self._board = board
         self.limits = limits
-        self._open_requests = open_requests
-        self._coalescer = open_requests.coalescer
+        self._open_requests, self._coalescer = open_requests, open_requests.coalescer
         self._delivery = delivery
         self._vector_delivery = vector_delivery
         self._streams = streams

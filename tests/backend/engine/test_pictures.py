@@ -80,7 +80,7 @@ class PictureBench(Bench):
         self.cache = PictureCache(cache_bytes)
 
         def desk(scheduler: Any, delivery: Any) -> PictureDesk:
-            return PictureDesk(self.tower, self.cache, ROW_BYTES, scheduler, delivery)
+            return PictureDesk(self.tower, self.cache, ROW_BYTES, scheduler.pictures, delivery)
 
         super().__init__(forward_pass=forward_pass, make_pictures=desk, **options)
 
@@ -257,7 +257,7 @@ def test_requests_fail_alone_for_bad_pixels_and_together_for_a_failed_tower(benc
     assert bench.received(1).token_ids == due
     bench.ask([1, picture(3)], request_id=2)
     bench.turn()
-    bench.tower.thread._tower = None
+    bench.tower.thread.tower = None
     bench.run()
     assert (failure := bench.received(2).failure) is not None
     assert failure.code == FailureCode.INTERNAL

@@ -154,7 +154,7 @@ def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) 
         max_running=4,
         vocab_size=256,
         make_pictures=lambda scheduler, delivery: PictureDesk(
-            stepped, PictureCache(1 << 20), 4 * 64, scheduler, delivery
+            stepped, PictureCache(1 << 20), 4 * 64, scheduler.pictures, delivery
         ),
     )
     generator = np.random.default_rng(3)
