@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from penstock.frontend.text.pooling_files import read_object
 from penstock.frontend.text.spellings import MarkedText
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.shm.messages import MAX_PICTURES, ModelCard, Picture, picture_token_ids
+
+logger = logging.getLogger("penstock.pictures")
 
 _ANY_TYPE = ("", "application/octet-stream")
 
@@ -87,17 +90,19 @@ class PictureReader:
 
     @classmethod
     def of_model(cls, card: ModelCard, added_tokens: dict[str, int], workshop: PictureWorkshop) -> PictureReader | None:
-        """Return the reader of a model; None if it takes no pictures. Raises ValueError."""
+        """Return the reader of a model; None if it takes no pictures, or if its files do not show how."""
         if not card.takes_pictures:
             return None
         name = family_name(read_object(Path(card.model_dir) / "config.json"))
         family = FAMILIES.get(name)
         if family is None:
-            raise ValueError(f"no image processor is known for model_type {shorten(name)}")
-        image_token_id = added_tokens.get(family.image_token)
-        if image_token_id is None:
-            raise ValueError(f"its tokenizer has no token {family.image_token} for pictures")
-        return cls(card, name, image_token_id, workshop)
+            reason = f"no image processor is known for model_type {shorten(name)}"
+        elif (image_token_id := added_tokens.get(family.image_token)) is None:
+            reason = f"its tokenizer has no token {family.image_token}"
+        else:
+            return cls(card, name, image_token_id, workshop)
+        logger.warning("%s takes no pictures: %s", card.model_id, reason)
+        return None
 
     def check_count(self, text: str, parts: Sequence[tuple[str, ContentPart]]) -> None:
         """Check that the template has written a place for each picture. Raises ApiError."""

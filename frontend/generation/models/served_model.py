@@ -64,6 +64,10 @@ class ServedModel:
     """None if the model takes no pictures."""
 
     @property
+    def takes_pictures(self) -> bool:
+        return self.pictures is not None
+
+    @property
     def spellings(self) -> Spellings:
         """The texts of special tokens that stay texts in a chat."""
         return NO_SPELLINGS if self.reads_special_tokens else self.tokenizer.spellings()

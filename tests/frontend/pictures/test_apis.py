@@ -146,14 +146,14 @@ async def test_screenshots_among_tool_results_are_shown_behind_them(url: str, ba
             "output": [{"type": "input_text", "text": "done"}, {"type": "input_image", "image_url": uri(FIRST)}],
         },
     ]
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = await http.post("/v1/responses", json={"model": MODEL, "input": items})
     assert answer.status_code == 200
     assert sent(backend)[1] == by_messages[1]
 
 
 async def test_models_say_that_they_take_pictures(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         (model,) = (await http.get("/v1/models")).json()["data"]
         assert model["input_modalities"] == ["text", "image"]
         assert model["capabilities"]["vision"] is True

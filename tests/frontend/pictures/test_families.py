@@ -122,3 +122,14 @@ async def test_client_cannot_spell_a_picture(tmp_path: Path, workshop: PictureWo
     reads_tokens = replace(served, reads_special_tokens=True)
     with pytest.raises(ApiError, match="a text contains <image>, which stands for a picture"):
         await render_chat(body, reads_tokens, b"", is_long=False)
+
+
+def test_files_that_show_no_way_make_a_model_of_texts(
+    tmp_path: Path, workshop: PictureWorkshop, caplog: pytest.LogCaptureFixture
+) -> None:
+    card = save_vision_model(tmp_path, "smolvlm")
+    assert PictureReader.of_model(card, {}, workshop) is None
+    assert "test/model takes no pictures: its tokenizer has no token <image>" in caplog.text
+    (tmp_path / "config.json").write_text('{"model_type": "other"}')
+    assert PictureReader.of_model(card, {}, workshop) is None
+    assert 'no image processor is known for model_type "other"' in caplog.text
