@@ -110,11 +110,11 @@ async def test_same_chat_is_the_same_request_on_every_api(
         assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == len(first[0])
         counted = await claude.messages.count_tokens(model=MODEL, messages=messages)
         assert counted.input_tokens == len(first[0])
-    local = ollama.AsyncClient(host=url)
     images = [base64.b64decode(FIRST), base64.b64decode(SECOND)]
-    await local.chat(MODEL, [{"role": "user", "content": "which?", "images": images}])
-    assert sent(backend) == first
-    generated = await local.generate(MODEL, "which?", images=images)
+    async with ollama.AsyncClient(host=url) as local:
+        await local.chat(MODEL, [{"role": "user", "content": "which?", "images": images}])
+        assert sent(backend) == first
+        generated = await local.generate(MODEL, "which?", images=images)
     assert sent(backend) == first
     assert generated.context is None
     assert generated.prompt_eval_count == len(first[0])
@@ -163,7 +163,8 @@ async def test_models_say_that_they_take_pictures(url: str) -> None:
         quote = (await http.post("/v1/quote", json={"model": MODEL, **body})).json()
     assert quote["prompt_tokens"] == len(tokens)
     assert min(tokens) >= 0  # the image token, as elsewhere
-    shown = await ollama.AsyncClient(host=url).show(MODEL)
+    async with ollama.AsyncClient(host=url) as local:
+        shown = await local.show(MODEL)
     assert "vision" in (shown.capabilities or ())
 
 
