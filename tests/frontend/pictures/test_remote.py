@@ -47,20 +47,27 @@ Answer = Callable[[str], bytes]
 
 @contextlib.asynccontextmanager
 async def host(answer: Answer) -> AsyncIterator[tuple[str, list[str]]]:
-    """A host that answers a request's head; yield its address and the heads."""
+    """A host that answers a request's head, or nothing; yield its address and the heads."""
     heads: list[str] = []
+    tasks: list[asyncio.Task[Any]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.append(task)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         heads.append(head)
         with contextlib.suppress(ConnectionError):
             writer.write(answer(head))
-            await writer.drain()
+            await reader.read() if not answer(head) else await writer.drain()
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+        await asyncio.gather(*tasks)
 
 
 def ok(data: bytes, **headers: str) -> bytes:
@@ -139,10 +146,6 @@ async def test_size_time_and_redirects_are_limited(monkeypatch: pytest.MonkeyPat
     async with host(lambda _: redirect("/")) as (address, heads):
         assert await refusal(RemotePictures((address,)), f"http://{address}/") == "more than 3 redirects, the limit"
         assert len(heads) == 4
-    silence = asyncio.Event()
-    server = await asyncio.start_server(lambda *_: silence.wait(), "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        message = await refusal(RemotePictures((address,), timeout_s=0.05), f"http://{address}/")
-        silence.set()
-    assert message == "the host takes longer than the limit of 0.05 s"
+    async with host(lambda _: b"") as (address, _):
+        message = await refusal(RemotePictures((address,), timeout_s=0.2), f"http://{address}/")
+    assert message == "the host takes longer than the limit of 0.2 s"
