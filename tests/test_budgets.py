@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 92_180
+MAX_PRODUCT_LINES = 92_200
 MAX_LABORATORY_LINES = 19_540
 MAX_DOC_WORDS = 77_430
 MIN_ENTRIES, MAX_MODULES = 4, 12

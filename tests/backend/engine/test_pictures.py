@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,9 @@ import pytest
 from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.engine.pictures.device_turns import DeviceTurns
 from penstock.backend.engine.pictures.tower_thread import Encoding, TowerThread
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
 from penstock.backend.passes.fake import EMBEDDING_SIZE, FakePass, FakeTower, embedded_token
+from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.messages import (
@@ -28,6 +31,7 @@ from penstock.shm.messages import (
     picture_digest,
     picture_token_ids,
 )
+from tests.backend.engine.test_speculation import Eager
 from tests.backend.harness import Bench, expected_tokens
 
 GRID = (1, 1, 1)
@@ -74,7 +78,7 @@ class SteppedTower:
 
 class PictureBench(Bench):
     def __init__(self, cache_bytes: int = 1 << 20, **options: Any) -> None:
-        forward_pass = FakePass(97, options.get("max_running", 8), tower=FakeTower())
+        forward_pass = FakePass(options.get("vocab_size", 97), options.get("max_running", 8), tower=FakeTower())
         self.tower = SteppedTower(FakeTower())
         self.pixels = Pixels()
         self.cache = PictureCache(cache_bytes)
@@ -110,7 +114,7 @@ class PictureBench(Bench):
             pictures = [changes(picture) for picture in pictures]
         self.submit(tokens, max_tokens, pictures=tuple(pictures), **options)
         self.link.arrivals[-1] = replace(self.link.arrivals[-1], read_pixels=self.pixels.read)
-        return expected_tokens(known, max_tokens, 97)
+        return expected_tokens(known, max_tokens, self.vocab_size)
 
     def run(self) -> None:
         """Turn until nothing is open; the tower is quick."""
@@ -298,3 +302,37 @@ def test_a_quote_needs_no_pixels(bench: PictureBench) -> None:
     bench.ask([1, picture(12)], kind=AskQuote, changes=lambda picture: msgspec.structs.replace(picture, pixels=None))
     bench.turn()
     assert bench.received().finishes == [Finish.QUOTED]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_requests_gets_its_tokens(seed: int) -> None:
+    """Few pages, slots and embeddings: sequences are preempted, pictures dropped, clients hang up, tenants compete."""
+    chance = random.Random(seed)
+    bench = PictureBench(
+        cache_bytes=20 * ROW_BYTES, num_pages=chance.choice([18, 40]), max_running=chance.choice([1, 4]),
+        drafting=Eager(), vocab_size=6,
+    )  # fmt: skip
+    shown = [chance.randbytes(64 * chance.randrange(1, 16)) for _ in range(4)]
+    due, left = {}, set()
+    for request_id in range(30):
+        parts = [chance.choice([1, 2, 3, *shown]) for _ in range(chance.randrange(1, 4))]
+        parts = [1, 2, 3, 4, *parts, 1, 2, 3][chance.randrange(5) :]
+        tenant = chance.choice([b"", b"one", b"two"])
+        due[request_id] = bench.ask(parts, 8, request_id=request_id, tenant=tenant, may_share=chance.random() < 0.5)
+        for _ in range(chance.randrange(4)):
+            bench.turn()
+            if chance.random() < 0.6:
+                bench.tower.finish()
+        if chance.random() < 0.2:
+            left.add(chance.randrange(request_id + 1))
+            bench.cancel(max(left))
+    bench.run()
+    for request_id in due.keys() - left:
+        assert bench.received(request_id).token_ids == due[request_id]
+    assert any(batch.drafts is not None for batch in bench.executor.batches)
+    for batch in bench.executor.batches:
+        assert batch.input_ids.min() >= FROM_EMBEDDINGS  # no pass receives a picture's id
+        check_embeddings(batch)
+    assert bench.scheduler.num_pages_held == 0
+    assert bench.cache.num_bytes <= 20 * ROW_BYTES
+    bench.close()
