@@ -22,7 +22,6 @@ from typing import Any
 
 from penstock.frontend.pictures.families import FAMILIES
 from penstock.frontend.pictures.messages import (
-    CPU_TIME_S,
     MAX_MESSAGE_BYTES,
     MEMORY_BYTES,
     READY,
@@ -91,7 +90,7 @@ def _work(job: PictureJob, memory: int, channel: socket.socket) -> None:
         signal.signal(number, signal.SIG_DFL)  # ends the process
     fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(channel, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO when the other end closes
-    signal.setitimer(signal.ITIMER_PROF, CPU_TIME_S)
+    signal.setitimer(signal.ITIMER_PROF, job.cpu_time_s)
     limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
     try:
         result = _result(job, memory)

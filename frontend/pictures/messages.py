@@ -29,6 +29,7 @@ class PictureJob(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """The chat has no other picture."""
     max_bytes: int
     """The most pixels that the model takes."""
+    cpu_time_s: float = CPU_TIME_S
 
 
 class PictureResult(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
