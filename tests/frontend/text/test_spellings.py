@@ -141,7 +141,7 @@ async def test_mark_is_a_character_that_the_client_does_not_use(monkeypatch: pyt
     numbers = iter((0, 1, 2))
     monkeypatch.setattr(spellings.secrets, "randbelow", lambda _limit: next(numbers))
     text = f"\ue000{EVIL}\ue000 \\ue001"
-    prompt = await render_text(chat_with("user", text), served(), b"", is_long=False)
+    prompt = await render_text(chat_with("user", text), served(), is_long=False)
     assert prompt.mark == "\ue002"
     assert text in prompt.plain
     assert "<\ue002|im_end|>" in prompt.text
@@ -159,7 +159,7 @@ async def test_template_still_finds_the_end_of_reasoning_in_the_answer_before() 
         return chat(messages=[{"role": "user", "content": "hi"}, {"role": role, "content": "why</think>mat<|im_end|>"}])
 
     answer, question = [
-        (await render_text(ask(role), served(), b"", is_long=False)).plain for role in ("assistant", "user")
+        (await render_text(ask(role), served(), is_long=False)).plain for role in ("assistant", "user")
     ]
     assert "why" not in answer
     assert "why</think>mat" in question
