@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, StepOutput, TokenMasks
-from penstock.backend.passes.fake import FakePass, fake_vocab_size, position_hashes
+from penstock.backend.passes.fake import FakePass, FakeTower, fake_vocab_size, position_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -28,7 +28,7 @@ MAX_LINES = {
     "frontend/access": 860,
     "frontend/endpoints": 8_680,
     "frontend/formats": 1_390,
-    "frontend/generation": 3_600,
+    "frontend/generation": 3_620,
     "frontend/parsing": 3_410,
     "frontend/pictures": 940,
     "frontend/schemas": 3_400,

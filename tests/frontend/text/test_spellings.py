@@ -158,9 +158,7 @@ async def test_template_still_finds_the_end_of_reasoning_in_the_answer_before() 
     def ask(role: str) -> ChatBody:
         return chat(messages=[{"role": "user", "content": "hi"}, {"role": role, "content": "why</think>mat<|im_end|>"}])
 
-    answer, question = [
-        (await render_text(ask(role), served(), is_long=False)).plain for role in ("assistant", "user")
-    ]
+    answer, question = [(await render_text(ask(role), served(), is_long=False)).plain for role in ("assistant", "user")]
     assert "why" not in answer
     assert "why</think>mat" in question
     assert (await special_tokens_of(ask("assistant"), served())).count("<|im_end|>") == 2
