@@ -233,7 +233,7 @@ class App:
             send,
             self._serve,
             self._latest,
-            max_queued_bytes=limits.max_body_bytes,
+            max_queued_bytes=limits.body_limit(),
             idle_timeout_s=limits.idle_socket_timeout_s,
         )
         await socket.run()

@@ -47,11 +47,12 @@ from penstock.frontend.transport.serving.listening import (
     unlink,
 )
 from penstock.frontend.transport.serving.tls import ServerTls, TlsError, TlsFiles
+from penstock.process.children import module_argv
 from penstock.process.failure import fail
 from penstock.process.options import ENV_PREFIX, make_app
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
 from penstock.process.service_manager import activated_fd, find_service_manager
-from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.process.supervisor import ChildSpec, Supervisor
 from penstock.shm.memory.model_table import MAX_MODELS
 from penstock.shm.memory.prefix_table import MAX_REPLICAS, PrefixTable
 
@@ -168,6 +169,7 @@ def _tracing(options: FrontendOptions) -> TracingSettings | None:
 def _limits(options: FrontendOptions, state: StateFiles | None) -> WorkerLimits:
     return WorkerLimits(
         max_body_bytes=options.max_body,
+        remote_image_hosts=options.allow_remote_images,
         max_open_requests=options.max_open_requests,
         max_stored_response_bytes=options.response_store,
         response_database=_database(options, state),

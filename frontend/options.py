@@ -20,7 +20,7 @@ from penstock.frontend.settings import (
     TenantBy,
     ToolParserName,
 )
-from penstock.process.options import ByteSize, grouped
+from penstock.process.options import ByteSize, OptionalByteSize, grouped
 from penstock.process.private_directory import default_socket_path
 from penstock.shm.messages import MAX_LINGER_S
 
@@ -55,7 +55,7 @@ _GROUPS = {
     "truncate_inputs",
     "Listening": "uds uds_mode ssl_certfile ssl_keyfile ssl_keyfile_password listen_fd",
     "Access": "api_key_file admin_key tenant_by engine_view cors_allow_origin allowed_host",
-    "Limits of requests": "max_body max_open_requests response_store state_dir strict",
+    "Limits of requests": "max_body allow_remote_images max_open_requests response_store state_dir strict",
     "Failures and restarts": "drain_timeout_s resume_timeout_s hold_timeout_s max_held_requests keep_alive_interval_s "
     "max_linger_s",
     "Processes": "socket replica_socket replica_dir model_socket models_fd embedding_socket rerank_socket "
@@ -158,8 +158,15 @@ class FrontendOptions:
     """Host name that a server without keys on a loopback address accepts, in addition to localhost, IP addresses, names
     without a dot, and names under .local and .internal; may be repeated, * accepts all."""
 
-    max_body: ByteSize = 2 << 20
-    """Largest request body, such as 2MiB."""
+    max_body: OptionalByteSize = None
+    """Largest request body, such as 2MiB. Default: 2MiB, and 32MiB with a model that takes pictures."""
+
+    allow_remote_images: Annotated[
+        tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)
+    ] = ()
+    """Host, as HOST or HOST:PORT, from which pictures are fetched for a request that has their http or https address;
+    may be repeated. *.HOST is every name below it, * every host. Private addresses are refused, unless they are named
+    themselves. Without this option pictures come as data URIs only."""
 
     max_open_requests: Positive = 1024
     """Requests that one worker has open at once; further ones get 429. Tenants with less than their share of the places

@@ -34,11 +34,17 @@ TenantBy = Literal["none", "address", "forwarded"]
 ReasoningParserName = Literal["auto", "none", "gemma", "granite", "harmony", "mistral", "think"]
 
 
+_BODY_BYTES = 2 << 20
+_PICTURE_BODY_BYTES = 32 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
     """Limits of one worker. A client that reads nothing for client_timeout_s is dropped."""
 
-    max_body_bytes: int = 2 << 20
+    max_body_bytes: int | None = None
+    """None is the default of `body_limit`."""
+    remote_image_hosts: tuple[str, ...] = ()
     idle_socket_timeout_s: float = 600.0
     """A WebSocket is closed when it has had no request for this long."""
     max_open_requests: int = 1024
@@ -54,6 +60,10 @@ class WorkerLimits:
     max_response_file_bytes: int = 256 << 20
     max_stored_responses: int = 4096
     stored_response_idle_s: float = 3600.0
+
+    def body_limit(self, *, has_pictures: bool = False) -> int:
+        """Return the largest body in bytes."""
+        return self.max_body_bytes or (_PICTURE_BODY_BYTES if has_pictures else _BODY_BYTES)
 
 
 class ParserNames(Struct, frozen=True):

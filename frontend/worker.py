@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvloop
@@ -26,6 +27,7 @@ from penstock.frontend.app import App
 from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.generation.models.served_model import ModelKeeper
 from penstock.frontend.generation.models.waking import WakingModel
+from penstock.frontend.pictures.workshop import PictureWorkshop
 from penstock.frontend.settings import WORKER_SETTINGS_VARIABLE, AccessSettings, WorkerSettings
 from penstock.frontend.telemetry.tracing import SpanReporter, otlp_exporter
 from penstock.frontend.transport.serving.accept_table import AcceptTable
@@ -37,6 +39,9 @@ from penstock.shm.client import ReplicaSet, SocketDirectory
 from penstock.shm.memory.model_table import ModelTable
 from penstock.shm.memory.prefix_table import PrefixTable
 
+if TYPE_CHECKING:
+    from penstock.frontend.pictures.remote import RemotePictures
+
 logger = logging.getLogger("penstock.worker")
 
 
@@ -45,7 +50,8 @@ async def serve(settings: WorkerSettings) -> None:
     listening = socket.socket(fileno=settings.listen_fd)
     max_connections = raise_fd_limit()
     accept_table = AcceptTable.attach(settings.accept_fd, settings.num_workers, settings.worker)
-    models = served_models(settings)
+    workshop = PictureWorkshop(_remote_pictures(settings.limits.remote_image_hosts))
+    models = served_models(settings, workshop)
     for keeper in models.keepers:
         if keeper.waking is None:
             await keeper.backend.start()
@@ -76,7 +82,7 @@ async def serve(settings: WorkerSettings) -> None:
         max_connections=max_connections,
         tls=None if tls is None else tls.context,
         accept_table=accept_table,
-        max_message_bytes=settings.limits.max_body_bytes,
+        max_message_bytes=settings.limits.body_limit(),
     )
     try:
         async with asyncio.TaskGroup() as tasks:  # a worker whose watch has failed ends, and another is started
@@ -89,13 +95,22 @@ async def serve(settings: WorkerSettings) -> None:
         await app.responses.stop()
     finally:
         app.store.close()
+        workshop.close()
         if spans is not None:
             await asyncio.to_thread(spans.close)
         for keeper in models.keepers:
             await keeper.backend.close()
 
 
-def served_models(settings: WorkerSettings) -> ServedModels:
+def _remote_pictures(hosts: tuple[str, ...]) -> RemotePictures | None:
+    if not hosts:
+        return None
+    from penstock.frontend.pictures.remote import RemotePictures  # with its HTTP client, which few servers need
+
+    return RemotePictures(hosts)
+
+
+def served_models(settings: WorkerSettings, workshop: PictureWorkshop | None = None) -> ServedModels:
     """Return the worker's models, with a client for each backend."""
     keepers: dict[str, ModelKeeper] = {}
     template = settings.chat_template_path
@@ -106,7 +121,13 @@ def served_models(settings: WorkerSettings) -> ServedModels:
     def connect(path: str, template_file: Path | None = None, name: str | None = None) -> ModelKeeper:
         client, logs = _client(settings, path), settings.starts_alone
         keepers[path] = ModelKeeper(
-            client, settings.parsers, template_file, name=name, id_mark=settings.id_mark, reports_absence=logs
+            client,
+            settings.parsers,
+            template_file,
+            name=name,
+            id_mark=settings.id_mark,
+            reports_absence=logs,
+            workshop=workshop,
         )
         return keepers[path]
 

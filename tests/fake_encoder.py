@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, StepOutput, TokenMasks
-from penstock.backend.passes.fake import FakePass, fake_vocab_size, position_hashes
+from penstock.backend.passes.fake import FakePass, FakeTower, fake_vocab_size, position_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,8 +95,15 @@ def _spec(vocab_size: int) -> PassSpec:
 class PoolingFakePass(FakePass):
     """The fake pass as a decoder that also embeds and classifies: from the sum up to a sequence's last token."""
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
-        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters)
+    def __init__(
+        self,
+        vocab_size: int,
+        max_running: int,
+        host_kv_bytes: int = 0,
+        num_adapters: int = 0,
+        tower: FakeTower | None = None,
+    ) -> None:
+        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters, tower)
         self.spec = _with_kinds(self.spec)
         self._last_sums = np.zeros(0, np.uint64)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -18,15 +16,13 @@ from llguidance import LLTokenizer
 
 from penstock.backend.structured_output.compile_grammar import compile_or_relax, load_tokenizer
 from penstock.backend.structured_output.compile_messages import (
-    ChannelClosed,
+    MAX_MESSAGE_BYTES,
     CompileReport,
     CompilerReady,
     CompilerSetup,
-    receive,
-    send,
 )
 from penstock.backend.structured_output.grammar_costs import BadGrammar, error_of, one_line
-from penstock.process.children import stop_with_parent
+from penstock.process.children import ChannelClosed, begin_child, limit, receive, send
 from penstock.shm.messages import Grammar
 
 _STACK_BYTES = 8 << 20
@@ -55,13 +51,7 @@ def _limit_memory(num_bytes: int) -> None:
     """Let the process allocate num_bytes more than it has; beyond that Rust aborts it."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     data_kib = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmData:")))
-    _limit(resource.RLIMIT_DATA, 1024 * data_kib + num_bytes)
-
-
-def _limit(kind: int, soft: int) -> None:
-    """Set the soft limit, or the hard one if the process began with a lower one."""
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    limit(resource.RLIMIT_DATA, 1024 * data_kib + num_bytes)
 
 
 def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> CompileReport:
@@ -79,14 +69,10 @@ def _compile(tokenizer: LLTokenizer, grammar: Grammar) -> CompileReport:
 
 
 def main(arguments: list[str]) -> None:
-    """arguments are the descriptor of the socket and the parent's process id."""
-    stop_with_parent(signal.SIGKILL, int(arguments[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-    channel = socket.socket(fileno=int(arguments[0]))
+    channel = begin_child(arguments)
+    limit(resource.RLIMIT_STACK, _STACK_BYTES)
     try:
-        setup = receive(channel, CompilerSetup)
+        setup = receive(channel, CompilerSetup, MAX_MESSAGE_BYTES)
         try:
             tokenizer = load_tokenizer(Path(setup.tokenizer_json), setup.vocab_size, setup.eos_token_ids)
         except (OSError, ValueError) as error:
@@ -96,7 +82,7 @@ def main(arguments: list[str]) -> None:
         # From now on the library's output may quote a client's grammar, which must not be logged.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         while True:
-            grammar = receive(channel, Grammar)
+            grammar = receive(channel, Grammar, MAX_MESSAGE_BYTES)
             _limit_memory(setup.memory_bytes)
             send(channel, _compile(tokenizer, grammar))
     except ChannelClosed:

@@ -1,4 +1,4 @@
-"""Messages between the backend and a compiling child: msgspec, one message a packet of a SOCK_SEQPACKET socket.
+"""Messages between the backend and a compiling child, over `penstock.process.children`.
 
 The backend sends one CompilerSetup and gets one CompilerReady, then sends one Grammar at a time and gets one
 CompileReport for each.
@@ -6,16 +6,12 @@ CompileReport for each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backend.structured_output.grammar_costs import MAX_ERROR_CHARACTERS
 from penstock.shm.messages import MAX_GRAMMAR_CHARACTERS
-
-if TYPE_CHECKING:
-    import socket
 
 MAX_MESSAGE_BYTES = 4 * MAX_GRAMMAR_CHARACTERS + 1024
 """A UTF-8 character has up to 4 bytes."""
@@ -47,37 +43,3 @@ class CompileReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Memory of the compiled grammar; 0 if it could not be measured."""
     relaxed: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARACTERS + 128)] = ""
     """Lark of what the child compiled instead: some keywords of lenient schemas did not compile."""
-
-
-class ChannelClosed(Exception):
-    """The other process has ended, or sent a message that was not expected."""
-
-
-_encoder = msgspec.msgpack.Encoder()
-Message = TypeVar("Message", bound=Struct)
-
-
-def send(channel: socket.socket, message: Struct) -> None:
-    """Raises ChannelClosed; TimeoutError if the channel has a timeout."""
-    try:
-        channel.sendall(_encoder.encode(message))
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise ChannelClosed(str(error)) from None
-
-
-def receive(channel: socket.socket, kind: type[Message]) -> Message:
-    """Raises ChannelClosed; TimeoutError if the channel has a timeout."""
-    try:
-        data = channel.recv(MAX_MESSAGE_BYTES + 1)
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise ChannelClosed(str(error)) from None
-    if not 0 < len(data) <= MAX_MESSAGE_BYTES:
-        raise ChannelClosed("the end, or a message that is too long")
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ChannelClosed(f"not a {kind.__name__}: {error}") from None

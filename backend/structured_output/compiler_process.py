@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +11,14 @@ from typing import TypeVar
 from msgspec import Struct
 
 from penstock.backend.structured_output.compile_messages import (
-    ChannelClosed,
+    MAX_MESSAGE_BYTES,
     CompileReport,
     CompilerReady,
     CompilerSetup,
-    receive,
-    send,
 )
 from penstock.backend.structured_output.grammar_costs import BadGrammar
-from penstock.process.supervisor import describe_end, module_argv
+from penstock.process.children import ChannelClosed, receive, send, start_child
+from penstock.process.supervisor import describe_end
 from penstock.shm.messages import Grammar
 
 _START_TIMEOUT_S = 120.0
@@ -59,25 +56,9 @@ class CompilerProcess:
         """Start it and wait until it has read the tokenizer. Raises TokenizerUnusable, CompilerDied."""
         self._limits = limits
         try:
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process, self._channel = start_child("penstock.backend.structured_output.compile_child")
         except OSError as error:
             raise CompilerDied(f"could not start: {error}") from None
-        try:
-            # Without preexec_fn this is a vfork: nothing of CUDA or torch runs in the child before exec.
-            self._process = subprocess.Popen(
-                module_argv(
-                    "penstock.backend.structured_output.compile_child", (str(theirs.fileno()), str(os.getpid()))
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,  # a terminal's Ctrl-C is for the backend
-            )
-        except OSError as error:
-            self._channel.close()
-            raise CompilerDied(f"could not start: {error}") from None
-        finally:
-            theirs.close()
         setup = CompilerSetup(str(tokenizer_json), vocab_size, eos_token_ids, limits.memory_bytes)
         try:
             ready = self._exchange(setup, CompilerReady, _START_TIMEOUT_S)
@@ -134,7 +115,7 @@ class CompilerProcess:
     def _exchange(self, message: Struct, kind: type[Message], timeout_s: float) -> Message:
         self._channel.settimeout(timeout_s)
         send(self._channel, message)
-        return receive(self._channel, kind)
+        return receive(self._channel, kind, MAX_MESSAGE_BYTES)
 
     def _end(self) -> str:
         """Return how the child ended. A child that sent an invalid message and still runs is killed."""

@@ -71,11 +71,13 @@ async def answer_chat(
     """
     refuse_if_full(exchange, body, served)
     async with exchange.cancelled_on_disconnect():
-        prompt = await render_chat(body, served, is_long=num_body_bytes > _INLINE_BODY_BYTES)
-        prompt, rules = await chat_answer_rules(body, prompt, served)
+        prompt = await render_chat(body, served, exchange.tenant, is_long=num_body_bytes > _INLINE_BODY_BYTES)
+        token_ids, rules = await chat_answer_rules(body, prompt.token_ids, served)
     if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
-    await answer_prompts(exchange, PreparedRequest(body, [[*before, *prompt]], rules), served, style)
+    pictures = tuple(picture.moved(len(before)) for picture in prompt.pictures)
+    request = PreparedRequest(body, [[*before, *token_ids]], rules, pictures)
+    await answer_prompts(exchange, request, served, style)
 
 
 async def answer_completion(exchange: Exchange, body: CompletionBody, served: ServedModel, style: AnswerStyle) -> None:
@@ -109,10 +111,10 @@ async def answer_prompts(exchange: Exchange, request: PreparedRequest, served: S
     exchange.waits_for_backend = lambda: not backend.ready
     policy = read_request_policy(exchange, body)
     check_model(body.model, card)
-    prompts = [truncated(body, prompt, card) for prompt in request.prompts]
+    request = truncated(request, card)
     if style.stops_at_context:
-        body = limited_by_context(body, max(map(len, prompts)), card)
-    request = replace(request, body=body, prompts=prompts)
+        body = limited_by_context(body, max(map(len, request.prompts)), card)
+        request = replace(request, body=body)
     usage = Usage(prompt_tokens=sum(map(len, request.prompts)))
     identity = Identity(response_id, created, answering_name(card, body.model), card.fingerprint or None)
     log_entry = _log_entry(exchange, identity, usage)

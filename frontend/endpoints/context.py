@@ -128,7 +128,10 @@ class EndpointContext:
 
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""
-        data = await exchange.read_body(max_bytes=self.limits.max_body_bytes, timeout_s=_BODY_TIMEOUT_S)
+        served = (keeper.current for keeper in self.models.keepers)
+        has_pictures = any(each is not None and each.takes_pictures for each in served)
+        max_bytes = self.limits.body_limit(has_pictures=has_pictures)
+        data = await exchange.read_body(max_bytes=max_bytes, timeout_s=_BODY_TIMEOUT_S)
         return data.removeprefix(codecs.BOM_UTF8)
 
     async def _receive_data(self, exchange: Exchange) -> bytes:

@@ -18,6 +18,7 @@ from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
     ChatTool,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     MessageToolCall,
@@ -25,6 +26,8 @@ from penstock.frontend.schemas.chat import (
     NamedTool,
     Role,
     check_chat,
+    content_of,
+    picture_part,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from penstock.frontend.schemas.messages import (
@@ -77,8 +80,8 @@ async def count_tokens(exchange: Exchange, context: EndpointContext) -> None:
     async with exchange.cancelled_on_disconnect():
         with renamed(_RENAMED):
             chat = await run_sized(num_body_bytes, checked_chat, body)
-            prompt = await render_chat(chat, served, is_long=True)
-        await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt)}))
+            prompt = await render_chat(chat, served, exchange.tenant, is_long=True)
+        await exchange.respond(200, msgspec.json.encode({"input_tokens": len(prompt.token_ids)}))
 
 
 def checked_chat(body: CountTokensBody) -> ChatBody:
@@ -91,7 +94,13 @@ def checked_chat(body: CountTokensBody) -> ChatBody:
 def as_chat(body: CountTokensBody) -> ChatBody:
     """Return the same request as a chat. If the last message is the assistant's, the answer continues it. Raises
     ApiError."""
-    messages = _named([chat for message in body.messages for chat in _messages(message.role, message.content)])
+    messages = _named(
+        [
+            chat
+            for position, message in enumerate(body.messages)
+            for chat in _messages(f"messages[{position}].content", message.role, message.content)
+        ]
+    )
     if body.system:
         messages = instructed(_joined(body.system), messages)
     if not messages:
@@ -118,26 +127,33 @@ def as_chat(body: CountTokensBody) -> ChatBody:
     )
 
 
-def _messages(role: Role, content: str | Sequence[ContentBlock]) -> list[ChatMessage]:
-    """Return one of Anthropic's messages as chat messages: several, if it contains tool results."""
+def _messages(path: str, role: Role, content: str | Sequence[ContentBlock]) -> list[ChatMessage]:
+    """Return one of Anthropic's messages as chat messages: several, if it contains tool results. The user sends the
+    pictures of these: few templates show any of a tool."""
     if isinstance(content, str):
         return [ChatMessage(role, content)]
     if role == "assistant":
         return _assistant(content)
     messages: list[ChatMessage] = []
-    texts: list[str] = []
-    for block in content:
+    parts: list[ContentPart] = []
+    for index, block in enumerate(content):
+        where = f"{path}[{index}]"
         if block.type == "tool_result":
-            messages += _user(role, texts)
-            texts = []
+            if any(not part.is_picture for part in parts):
+                messages.append(ChatMessage(role, content_of(parts)))
+                parts = []
             messages.append(ChatMessage("tool", _joined(block.content or ""), tool_call_id=block.tool_use_id))
+            shown = block.content if isinstance(block.content, list) else ()
+            parts += [_part(f"{where}.content[{place}]", each) for place, each in enumerate(shown) if each.source]
         else:
-            texts.append(block.text or "")
-    return messages + _user(role, texts)
+            parts.append(_part(where, block))
+    return [*messages, ChatMessage(role, content_of(parts))] if parts else messages
 
 
-def _user(role: Role, texts: list[str]) -> list[ChatMessage]:
-    return [ChatMessage(role, "\n".join(texts))] if texts else []
+def _part(path: str, block: ContentBlock | ResultBlock) -> ContentPart:
+    if block.source is not None:
+        return picture_part(block.source.data_uri, f"{path}.source")
+    return ContentPart("text", block.text or "")
 
 
 def _assistant(content: Sequence[ContentBlock]) -> list[ChatMessage]:
@@ -167,7 +183,7 @@ def _named(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def _joined(content: str | Sequence[ContentBlock] | Sequence[ResultBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text or "" for block in content)
+    return content if isinstance(content, str) else "\n".join(block.text or "" for block in content if not block.source)
 
 
 def _tools(tools: Sequence[AnthropicTool] | None) -> list[ChatTool] | None:

@@ -7,7 +7,9 @@ import contextlib
 from dataclasses import replace
 
 from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.generation.submission.submit import PreparedRequest
 from penstock.frontend.parsing.syntax.fill_in import FillInTokens
+from penstock.frontend.pictures.placing import ChatPrompt, picture_parts
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.decoding import AnsweredBody
@@ -23,12 +25,25 @@ _ONE = "☺"
 """A text that no tokenizer joins with what follows."""
 
 
-async def render_chat(body: ChatBody, served: ServedModel, *, is_long: bool) -> list[int]:
-    """Return the token ids of a chat by the model's template. A long one is rendered in a thread. Raises ApiError."""
+async def render_chat(body: ChatBody, served: ServedModel, tenant: bytes, *, is_long: bool) -> ChatPrompt:
+    """Return the tokens of a chat by the model's template, and its pictures. A long one is rendered in a thread. Raises
+    ApiError."""
+    parts, reader = picture_parts(body), served.pictures
+    if parts and reader is None:
+        path = parts[0][0]
+        message = f"{path}: {shorten(served.card.model_id)} takes no pictures; choose a model that does, or send text"
+        raise ApiError(ErrorKind.WRONG_MODEL, message, param=path)
     prompt = await render_text(body, served, is_long=is_long)
+    pictures = []
+    if parts and reader is not None:
+        reader.check_count(prompt.text, parts)
+        pictures = await reader.read(parts, tenant)
+        prompt = reader.expand(prompt, pictures)
     add_special = body.add_special_tokens is True  # templates write their own
-    texts = [prompt.text]
-    return (await _encode(body, "messages", texts, served, add_special_tokens=add_special, mark=prompt.mark))[0]
+    (token_ids,) = await _encode(
+        body, "messages", [prompt.text], served, add_special_tokens=add_special, mark=prompt.mark
+    )
+    return ChatPrompt(token_ids) if reader is None or not parts else reader.place(token_ids, pictures)
 
 
 async def render_text(body: ChatBody, served: ServedModel, *, is_long: bool) -> MarkedText:
@@ -126,8 +141,15 @@ async def _encode(
     return await served.tokenizer.encode(texts, add_special_tokens=add_special_tokens, mark=mark)
 
 
-def truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[int]:
-    """Cut the prompt to truncate_prompt_tokens; -1 keeps as many as leave space for the answer. Raises ApiError."""
+def truncated(request: PreparedRequest, card: ModelCard) -> PreparedRequest:
+    """Cut the prompts to truncate_prompt_tokens; -1 keeps as many as leave space for the answer. Raises ApiError."""
+    prompts = [_truncated(request.body, prompt, card) for prompt in request.prompts]
+    if request.pictures and prompts != request.prompts:
+        invalid("truncate_prompt_tokens", "would cut a prompt with pictures, which cannot be cut")
+    return replace(request, prompts=prompts)
+
+
+def _truncated(body: AnsweredBody, prompt: list[int], card: ModelCard) -> list[int]:
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt

@@ -53,7 +53,7 @@ async def tokenize(exchange: Exchange, context: EndpointContext) -> None:
     body, chat = decoded
     async with exchange.cancelled_on_disconnect():
         if body.content is None:
-            answer = await _vllm_answer(body, chat, served)
+            answer = await _vllm_answer(body, chat, served, exchange.tenant)
         else:
             answer = await _llama_cpp_answer(body, body.content, served)
         await exchange.respond_in_parts(200, answer)
@@ -91,9 +91,9 @@ async def tokenizer_info(exchange: Exchange, context: EndpointContext) -> None:
     await exchange.respond(200, msgspec.json.encode(info | {"chat_template": template}))
 
 
-async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: ServedModel) -> list[bytes]:
+async def _vllm_answer(body: TokenizeBody, chat: ChatBody | None, served: ServedModel, tenant: bytes) -> list[bytes]:
     if chat is not None:
-        token_ids = await render_chat(chat, served, is_long=True)
+        token_ids = (await render_chat(chat, served, tenant, is_long=True)).token_ids
     else:
         with_special = body.add_special_tokens is not False
         token_ids = await _encode(served, body.prompt or "", add_special_tokens=with_special)

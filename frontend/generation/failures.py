@@ -60,6 +60,8 @@ def stream_failure(batch: TokenBatch, num_tokens: int, grammar_field: str | None
             return ApiError(ErrorKind.WRONG_MODEL, "model: it cannot do what the request asks for", param="model")
         case FailureCode.BAD_ADAPTER:
             return ApiError(ErrorKind.INVALID_VALUE, batch.failure_text, param=batch.failure_text.partition(":")[0])
+        case FailureCode.BAD_PICTURE:
+            return ApiError(ErrorKind.INVALID_VALUE, f"messages: {batch.failure_text}", param="messages")
         case FailureCode.NO_ADAPTER:
             message = f"model: this adapter is not loaded any more; {num_tokens} tokens were generated with it"
             return ApiError(ErrorKind.UNKNOWN_MODEL, message, param="model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -13,10 +14,19 @@ from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, sho
 from penstock.shm.messages import MAX_CONTEXT_TOKENS, MAX_LOGPROBS
 
 MAX_SCHEMA_DEPTH = 64
+PICTURE = "image_url"
+"""The type of a part that is a picture."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern="^[a-zA-Z0-9_.-]+$")]
 """OpenAI allows 64 characters, Anthropic 128. Clients put a server's name before the names of its tools."""
+
+
+class ImageUrl(Struct, frozen=True):
+    """A picture as a data URI, or where to fetch it. The model's image processor alone decides about detail."""
+
+    url: Annotated[str, Meta(min_length=1)]
+    detail: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class ContentPart(Struct, frozen=True):
@@ -25,10 +35,44 @@ class ContentPart(Struct, frozen=True):
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[str, Meta(min_length=1)] | ImageUrl | None = None
 
     @property
     def text_or_refusal(self) -> str | None:
         return self.refusal if self.type == "refusal" else self.text
+
+    @property
+    def is_picture(self) -> bool:
+        return self.type == PICTURE
+
+    @property
+    def picture_url(self) -> str:
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url or ""
+
+
+class PicturePart(ContentPart, frozen=True):
+    """A picture of another endpoint's body."""
+
+    path: str = ""
+    """That body's name of it, for errors."""
+
+
+def picture_part(url: str, path: str) -> ContentPart:
+    return PicturePart(PICTURE, image_url=url, path=path)
+
+
+def text_of(content: str | Sequence[ContentPart] | None) -> str:
+    """Return a content's text, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text_or_refusal or "" for part in content or () if not part.is_picture)
+
+
+def content_of(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
+    """Return a message's content: one text if there is no picture among the parts."""
+    if any(part.is_picture for part in parts):
+        return list(parts)
+    return text_of(parts)
 
 
 class FunctionCall(Struct, frozen=True):
@@ -226,6 +270,7 @@ def _check_tools(body: ChatBody) -> None:
 
 
 _TEXT_PARTS = ("text", "refusal")
+_PARTS = (*_TEXT_PARTS, PICTURE)
 _CONTAINERS = frozenset({dict, list})
 
 
@@ -250,8 +295,9 @@ def _check_message(path: str, message: ChatMessage) -> None:
         invalid(f"{path}.content", f"required in a message of role {message.role}")
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
-            if part.type not in _TEXT_PARTS:
+            allowed = _PARTS if message.role == "user" else _TEXT_PARTS
+            if part.type not in allowed:
                 where = f"{path}.content[{position}].type"
-                invalid(where, f'only "text" parts are supported, got {shorten(part.type)}')
-            if part.text_or_refusal is None:
+                invalid(where, f"must be one of {', '.join(allowed)} in role {message.role}, got {shorten(part.type)}")
+            if (part.image_url if part.is_picture else part.text_or_refusal) is None:
                 invalid(f"{path}.content[{position}].{part.type}", "missing")

@@ -157,7 +157,7 @@ class NativeCompletionBody(NativeBody, kw_only=True):
 def _segments(prompt: str | int | PromptObject | Segments) -> Segments:
     if isinstance(prompt, PromptObject):
         if bytes(prompt.multimodal_data) not in (b"", b"[]", b"null"):
-            invalid("prompt.multimodal_data", "no model here sees or hears")
+            invalid("prompt.multimodal_data", "not supported here; send pictures in a chat")
         return [prompt.prompt_string]
     return prompt if isinstance(prompt, list) else [prompt]
 

@@ -23,11 +23,25 @@ from penstock.shm.messages import MAX_CONTEXT_TOKENS
 _MAX_BLOCKS = 2048
 
 
+class ImageSource(Struct, frozen=True):
+    """A picture in base64 with its media type, or where to fetch it. Other blocks have sources of other types."""
+
+    type: TypeName | None = None
+    media_type: TypeName | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @property
+    def data_uri(self) -> str:
+        return self.url or "" if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
+
+
 class ResultBlock(Struct, frozen=True):
     """A part of a tool result."""
 
     type: TypeName
     text: str | None = None
+    source: ImageSource | None = None
 
 
 class ContentBlock(Struct, frozen=True):
@@ -42,6 +56,7 @@ class ContentBlock(Struct, frozen=True):
     tool_use_id: ShortText | None = None
     content: str | Annotated[list[ResultBlock], Meta(max_length=_MAX_BLOCKS)] | None = None
     is_error: bool | None = None
+    source: ImageSource | None = None
 
 
 Content = str | Annotated[list[ContentBlock], Meta(max_length=_MAX_BLOCKS)]
@@ -178,7 +193,7 @@ def _checked(body: _Body) -> _Body:
 
 _KINDS = {
     "system": ("text",),
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
 }
 
@@ -191,6 +206,8 @@ def _check_block(path: str, block: ContentBlock, role: str) -> None:
     match block.type:
         case "text":
             _required(f"{path}.text", block.text)
+        case "image":
+            _check_source(path, block.source)
         case "thinking":
             _required(f"{path}.thinking", block.thinking)
         case "tool_use":
@@ -201,9 +218,27 @@ def _check_block(path: str, block: ContentBlock, role: str) -> None:
             _required(f"{path}.tool_use_id", block.tool_use_id)
             for position, part in enumerate(block.content if isinstance(block.content, list) else ()):
                 where = f"{path}.content[{position}]"
-                if part.type != "text":
-                    raise _unsupported(f"{where}.type", f'only "text" is supported, got {shorten(part.type)}')
-                _required(f"{where}.text", part.text)
+                if part.type == "image":
+                    _check_source(where, part.source)
+                elif part.type == "text":
+                    _required(f"{where}.text", part.text)
+                else:
+                    raise _unsupported(f"{where}.type", f"must be one of text, image, got {shorten(part.type)}")
+
+
+_SOURCES = {"base64": ("media_type", "data"), "url": ("url",)}
+"""The fields that a picture's source needs, by its type."""
+
+
+def _check_source(path: str, source: ImageSource | None) -> None:
+    path = f"{path}.source"
+    _required(path, source)
+    kind = None if source is None else source.type
+    _required(f"{path}.type", kind)
+    if kind not in _SOURCES:
+        raise _unsupported(f"{path}.type", f"must be one of {', '.join(_SOURCES)}, got {shorten(kind)}")
+    for field in _SOURCES[kind]:
+        _required(f"{path}.{field}", getattr(source, field))
 
 
 def _required(path: str, value: object) -> None:

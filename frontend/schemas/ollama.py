@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import force_setattr
 
 from penstock.frontend.schemas.chat import ChatTool, FunctionName
-from penstock.frontend.schemas.decoding import asks_for_nothing, decode_body
+from penstock.frontend.schemas.decoding import decode_body
 from penstock.frontend.schemas.generation import ABSENT, MAX_STOP_STRINGS, SchedulingBody, ShortText, StopString
 from penstock.frontend.schemas.pooling.common import Dimensions, listed_inputs
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
@@ -20,6 +20,8 @@ _DURATION = re.compile(r"[+-]?(?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+|0")
 _PART = re.compile(r"(\d+\.?\d*)(ns|us|µs|ms|s|m|h)")
 _UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _MAX_OPTION = float(1 << 53)
+Images: TypeAlias = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=2048)]
+"""Files in base64."""
 Whole = Annotated[float, Meta(ge=-_MAX_OPTION, le=_MAX_OPTION)]
 """An integer, which some clients write as 5.0."""
 
@@ -109,7 +111,7 @@ class OllamaMessage(Struct, frozen=True):
     tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=256)] | None = None
     tool_name: ShortText | None = None
     tool_call_id: ShortText | None = None
-    images: Raw = ABSENT
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         force_setattr(self, "role", self.role.lower())
@@ -130,7 +132,7 @@ class OllamaGenerateBody(GenerativeBody, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     context: Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT_TOKENS)] | None = None
-    images: Raw = ABSENT
+    images: Images | None = None
     template: Raw = ABSENT
 
 
@@ -169,6 +171,8 @@ _embed = msgspec.json.Decoder(OllamaEmbedBody)
 _embeddings = msgspec.json.Decoder(OllamaEmbeddingsBody)
 _model = msgspec.json.Decoder(OllamaModelBody)
 _ROLES = ("system", "user", "assistant", "tool")
+_SEEN = ("user", "tool")
+"""Roles that can have pictures."""
 
 
 def decode_ollama_chat(data: bytes) -> OllamaChatBody:
@@ -178,8 +182,8 @@ def decode_ollama_chat(data: bytes) -> OllamaChatBody:
         path = f"messages[{position}]"
         if message.role not in _ROLES:
             invalid(f"{path}.role", f"must be one of {', '.join(_ROLES)}, got {shorten(message.role)}")
-        if not asks_for_nothing(message.images):
-            raise ApiError(ErrorKind.UNSUPPORTED_FIELD, f"{path}.images: no model here sees", param=f"{path}.images")
+        if message.images and message.role not in _SEEN:
+            invalid(f"{path}.images", f"only allowed in messages of role {' and '.join(_SEEN)}")
     return body
 
 
@@ -190,6 +194,8 @@ def decode_ollama_generate(data: bytes) -> OllamaGenerateBody:
         invalid("system" if body.system else "context", f"cannot be combined with {'raw' if body.raw else 'suffix'}")
     if body.raw and body.suffix:
         invalid("suffix", "cannot be combined with raw")
+    if body.images and (body.raw or body.suffix):
+        invalid("images", f"cannot be combined with {'raw' if body.raw else 'suffix'}: the template shows pictures")
     return body
 
 

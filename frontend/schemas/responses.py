@@ -35,10 +35,16 @@ class ItemPart(Struct, frozen=True):
     type: TypeName
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: TypeName | None = None
 
     @property
     def text_or_refusal(self) -> str:
         return (self.refusal if self.type == "refusal" else self.text) or ""
+
+    @property
+    def is_picture(self) -> bool:
+        return self.type == "input_image"
 
 
 Parts = Annotated[list[ItemPart], Meta(max_length=MAX_ITEMS)]
@@ -187,7 +193,7 @@ def check_items(items: list[ResponseItem]) -> None:
             case "message":
                 required(f"{path}.role", item.role)
                 required(f"{path}.content", item.content)
-                _check_parts(f"{path}.content", item.content)
+                _check_parts(f"{path}.content", item.content, takes_pictures=item.role == "user")
             case "function_call":
                 required(f"{path}.call_id", item.call_id)
                 required(f"{path}.name", item.name)
@@ -199,7 +205,7 @@ def check_items(items: list[ResponseItem]) -> None:
             case "function_call_output" | "custom_tool_call_output":
                 required(f"{path}.call_id", item.call_id)
                 required(f"{path}.output", item.output)
-                _check_parts(f"{path}.output", item.output)
+                _check_parts(f"{path}.output", item.output, takes_pictures=True)
             case "reasoning":
                 _check_parts(f"{path}.content", item.content)
                 _check_parts(f"{path}.summary", item.summary)
@@ -214,13 +220,17 @@ def check_items(items: list[ResponseItem]) -> None:
                 raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{path}.type")
 
 
-def _check_parts(path: str, content: str | list[ItemPart] | None) -> None:
+def _check_parts(path: str, content: str | list[ItemPart] | None, *, takes_pictures: bool = False) -> None:
     for position, part in enumerate(content if isinstance(content, list) else ()):
         where = f"{path}[{position}]"
-        if part.type not in _TEXT_PARTS:
-            message = f"{where}.type: only text parts are supported, got {shorten(part.type)}"
+        if part.is_picture and takes_pictures:
+            if not part.image_url:
+                message = f"{where}.image_url: required; there are no uploaded files here"
+                raise ApiError(ErrorKind.MISSING_FIELD, message, param=f"{where}.image_url")
+        elif part.type not in _TEXT_PARTS:
+            message = f"{where}.type: parts of this type are not supported here, got {shorten(part.type)}"
             raise ApiError(ErrorKind.UNSUPPORTED_FIELD, message, param=f"{where}.type")
-        if part.type == "refusal":
+        elif part.type == "refusal":
             required(f"{where}.refusal", part.refusal)
         else:
             required(f"{where}.text", part.text)

@@ -18,7 +18,14 @@ from typing import Any, cast
 
 import jinja2
 
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ChatTool, MessageToolCall
+from penstock.frontend.schemas.chat import (
+    ChatBody,
+    ChatMessage,
+    ChatTool,
+    ContentPart,
+    MessageToolCall,
+    content_of,
+)
 from penstock.frontend.text.bounded_operations import BoundedContext
 from penstock.frontend.text.bounded_sandbox import BoundedEnvironment
 from penstock.frontend.text.render_budget import FULL, INLINE, OverBudget, Refused, RenderBudget, RenderLimits
@@ -159,7 +166,10 @@ class ChatTemplate:
         if self._numbers_calls:
             _number_calls(messages)
         if body.continue_final_message:
-            messages[-1]["content"] += _END_MARK
+            last = messages[-1]
+            last["content"] += _END_MARK
+            if last["role"] in self.traits.parts_only_roles:
+                last["content"] = [_part(ContentPart("text", last["content"]))]
         messages = messages if self.traits.has_system else said_by_user(messages)
         return messages if self.traits.takes_calls_together else one_call_each(messages)
 
@@ -169,11 +179,13 @@ class ChatTemplate:
             role = "system"
         content: Any = message.content
         if isinstance(content, list):
-            texts = [part.text_or_refusal or "" for part in content]
             takes_parts = role in traits.part_roles and not continues
-            content = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+            has_pictures = any(part.is_picture for part in content)
+            content = [_part(part) for part in content] if takes_parts or has_pictures else content_of(content)
         elif content is None:
             content = ""  # many templates concatenate it
+        if isinstance(content, str) and role in traits.parts_only_roles and not continues:
+            content = [_part(ContentPart("text", content))]
         if not (content or continues or message.tool_calls or traits.takes_empty_answers or role != "assistant"):
             content = [{"type": "text", "text": ""}]
         withholds_thinking = message.tool_calls and content and not traits.takes_thinking_beside_text
@@ -188,6 +200,10 @@ class ChatTemplate:
             "thinking": None if withholds_thinking else message.reasoning_content,  # gpt-oss's name
         }
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _part(part: ContentPart) -> dict[str, Any]:
+    return {"type": "image"} if part.is_picture else {"type": "text", "text": part.text_or_refusal or ""}
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any], limits: RenderLimits) -> str:

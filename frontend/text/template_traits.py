@@ -37,6 +37,8 @@ class TemplateTraits:
 
     part_roles: frozenset[str] = frozenset({"system", "user", "assistant", "tool"})
     """Roles whose content the template takes as a list of parts. Others receive their texts joined."""
+    parts_only_roles: frozenset[str] = frozenset()
+    """Those of them whose content the template does not show when it is a text: SmolVLM's."""
     has_system: bool = True
     """Whether the template shows messages of the role system. If not, the user says what they say."""
     has_developer: bool = True
@@ -62,20 +64,24 @@ def find_traits(render: Callable[[ChatBody], str | None], *, mentions_developer:
     def shows_answer(content: str | list[ContentPart]) -> bool:
         return shown(_QUESTION, ChatMessage("assistant", content), _QUESTION) is not None
 
-    chats = {
-        "system": (ChatMessage("system", _PARTS), _QUESTION),
-        "user": (ChatMessage("user", _PARTS),),
-        "assistant": (_QUESTION, ChatMessage("assistant", _PARTS), _QUESTION),
-        "tool": (_QUESTION, _CALLING, ChatMessage("tool", _PARTS, tool_call_id=_CALLS[0].id)),
-    }
+    def shown_by_role(content: str | list[ContentPart]) -> dict[str, str | None]:
+        return {
+            "system": shown(ChatMessage("system", content), _QUESTION),
+            "user": shown(ChatMessage("user", content)),
+            "assistant": shown(_QUESTION, ChatMessage("assistant", content), _QUESTION),
+            "tool": shown(_QUESTION, _CALLING, ChatMessage("tool", content, tool_call_id=_CALLS[0].id)),
+        }
+
+    as_text = shown_by_role(_FIRST)
+    part_roles = frozenset(role for role, text in shown_by_role(_PARTS).items() if _has_texts_only(text))
     developer = shown(ChatMessage("developer", _FIRST), _QUESTION)
-    system = shown(ChatMessage("system", _FIRST), _QUESTION)
     together = shown(_QUESTION, ChatMessage("assistant", tool_calls=_CALLS))
     thoughtful = ChatMessage("assistant", "Well", tool_calls=_CALLS[:1], reasoning_content=_SECOND)
     alone = shown(_QUESTION, _CALLING)
     return TemplateTraits(
-        part_roles=frozenset(role for role, chat in chats.items() if _has_texts_only(shown(*chat))),
-        has_system=_FIRST in (system or "") or shown(_QUESTION) is None,
+        part_roles=part_roles,
+        parts_only_roles=frozenset(role for role in part_roles if _FIRST not in (as_text[role] or "")),
+        has_system="system" in part_roles or _FIRST in (as_text["system"] or "") or shown(_QUESTION) is None,
         has_developer=mentions_developer and developer is not None and _FIRST in developer,
         takes_calls_together=alone is None or _FIRST not in alone or (together is not None and _SECOND in together),
         takes_empty_answers=shows_answer("") or not shows_answer([ContentPart("text", "")]),

@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -19,7 +18,7 @@ from penstock.process.children import Standby, stop_with_parent
 from penstock.process.heartbeat import HangWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from penstock.process.heartbeat import Heartbeat
     from penstock.process.service_manager import ServiceManager
@@ -68,11 +67,6 @@ class ChildSpec:
     may_die_often: bool = False
     """After its start it is restarted, however often it dies. Without is_up the start lasts until it has run for
     settle_s once."""
-
-
-def module_argv(module: str, arguments: Sequence[str] = ()) -> tuple[str, ...]:
-    """The command line of one of our modules. With -P Python imports nothing from the working directory."""
-    return (sys.executable, "-P", "-m", module, *arguments)
 
 
 def exit_status(returncode: int) -> int:

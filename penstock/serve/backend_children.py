@@ -16,10 +16,11 @@ from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.frontend.main import without_secrets
+from penstock.process.children import module_argv
 from penstock.process.heartbeat import Heartbeat
 from penstock.process.options import to_argv
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-from penstock.process.supervisor import ChildSpec, module_argv
+from penstock.process.supervisor import ChildSpec
 from penstock.shm.memory.fd_mailbox import FdMailbox
 from penstock.shm.memory.ring import RingReader, create_fd
 from penstock.shm.recording.file import RecordingWriter

@@ -30,12 +30,13 @@ from penstock.frontend.main import (
     tls_files,
 )
 from penstock.frontend.transport.serving.listening import address_of, unlink
+from penstock.process.children import module_argv
 from penstock.process.failure import fail
 from penstock.process.logs import shown_log
 from penstock.process.options import ENV_PREFIX, to_argv
 from penstock.process.private_directory import UnsafeDirectory
 from penstock.process.service_manager import find_service_manager
-from penstock.process.supervisor import ChildSpec, Supervisor, module_argv
+from penstock.process.supervisor import ChildSpec, Supervisor
 from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend, SharedWeights
 from penstock.serve.default_models import with_default_models
 from penstock.serve.model_texts import why_unusable

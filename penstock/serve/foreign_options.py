@@ -120,7 +120,10 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--lora-target-modules --lora-backend --lora-extra-vocab-size --fully-sharded-loras", _CHOSEN),
     ("--speculative-config --speculative-model --model-draft -md --speculative-algorithm --draft-max", _DRAFTS),
     ("--draft-model --num-draft-tokens --lookup-cache-static --lookup-cache-dynamic", _DRAFTS),
-    ("--limit-mm-per-prompt --mmproj -mm --media-path", "models read text only; images and sound are refused"),
+    ("--limit-mm-per-prompt", "a request has up to 64 pictures; sound and video are refused"),
+    ("--mmproj -mm", "pictures need a model in safetensors, which has its tower"),
+    ("--media-path --allowed-local-media-path", "no local file is read; send a data URI"),
+    ("--allowed-media-domains", "use --allow-remote-images"),
 )
 
 FOREIGN_COMMANDS = {

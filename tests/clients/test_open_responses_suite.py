@@ -94,7 +94,7 @@ def test_image_input_is_refused_by_name(post: Callable[..., httpx.Response]) -> 
     picture = {"type": "input_image", "image_url": PICTURE}
     refused = post(create([said("user", [{"type": "input_text", "text": "What is it?"}, picture])]))
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "input[0].content[1].type"
+    assert refused.json()["error"]["param"] == "input[0].content[1].image_url"
 
 
 def test_compact_response(post: Callable[..., httpx.Response]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from penstock.tools.free_port import free_port
 from tests.serve.serve_process import Lines, Serve, Start
 

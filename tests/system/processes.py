@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.process.children import find_program
-from penstock.process.supervisor import module_argv
+from penstock.process.children import find_program, module_argv
 from penstock.tools.processes import is_running
 from tests.system.processes import REPOSITORY, Command, descendants, running
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from tests.system.completions import SLOW, body, client, metric, read_stream
 from tests.system.processes import REPOSITORY, Frontend, descendants, running, start_backend, wait_until
 

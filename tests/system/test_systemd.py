@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from tests.system.processes import REPOSITORY, START_TIMEOUT_S, STOP_TIMEOUT_S
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from penstock.tools.free_port import free_port
 
 if TYPE_CHECKING:

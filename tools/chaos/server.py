@@ -15,9 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from penstock.backend.model_names import DEMO_MODEL
-from penstock.process.children import stat_fields
+from penstock.process.children import module_argv, stat_fields
 from penstock.process.options import make_app, to_argv
-from penstock.process.supervisor import module_argv
 from penstock.serve.options import ServeOptions, backend_options, frontend_options, one_or_several
 from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.census import ELASTIC_ROLE

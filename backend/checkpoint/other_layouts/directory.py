@@ -20,8 +20,9 @@ from penstock.backend.checkpoint.files.layout import (
 from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE, write_config
 from penstock.backend.errors import StartupError
+from penstock.process.children import module_argv
 from penstock.process.private_directory import UnsafeDirectory
-from penstock.process.supervisor import describe_end, module_argv
+from penstock.process.supervisor import describe_end
 
 logger = logging.getLogger("penstock.backend")
 

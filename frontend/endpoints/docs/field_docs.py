@@ -50,6 +50,7 @@ FIELD_DOCS = {
     "guided_regex": "Regular expression that the whole answer must match.",
     "ids": "Token ids, or lists of token ids.",
     "ignore_eos": "The model's own end tokens do not stop the answer.",
+    "images": "Pictures that the user shows, in base64.",
     "include": "Additional output, such as message.output_text.logprobs.",
     "include_reasoning": "Whether the answer includes the reasoning.",
     "include_stop_str_in_output": "The answer includes the text or token that stopped it.",

@@ -44,7 +44,8 @@ async def answer_native(
     with renamed(_RENAMED):
         refuse_if_full(exchange, completion, served)
         async with exchange.cancelled_on_disconnect():
-            prompts = [truncated(completion, prompt, served.card) for prompt in await encode()]
+            request = PreparedRequest(completion, await encode(), AnswerRules(grammar=requested_grammar(completion)))
+            prompts = truncated(request, served.card).prompts
             texts = await asyncio.to_thread(
                 lambda: [served.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
             )
@@ -62,7 +63,6 @@ async def answer_native(
         def make_format(identity: Identity, usage: Usage, _: StreamUsageOptions) -> LlamaCppFormat:
             return LlamaCppFormat(identity, usage, answer)
 
-        request = PreparedRequest(completion, prompts, AnswerRules(grammar=requested_grammar(completion)))
         await answer_prompts(exchange, request, served, AnswerStyle("cmpl-", make_format, stops_at_context=True))
 
 

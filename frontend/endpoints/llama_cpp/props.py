@@ -33,7 +33,7 @@ async def props(exchange: Exchange, context: EndpointContext) -> None:
         "model_path": card.model_id,  # the directory is the operator's affair
         "chat_template": "" if tokenizer.chat_template is None else tokenizer.chat_template.source,
         "chat_template_caps": {"supports_tools": served.syntax.tools is not None and served.syntax.writer is None},
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": served.takes_pictures, "audio": False},
         "bos_token": special.get("bos_token", ""),
         "eos_token": special.get("eos_token", ""),
         "build_info": f"penstock-{VERSION}",

@@ -12,13 +12,22 @@ from penstock.frontend.endpoints.answering import answer_chat
 from penstock.frontend.endpoints.context import EndpointContext, run_sized
 from penstock.frontend.endpoints.ollama.requests import (
     answers_empty,
+    picture_parts,
     receive,
     shared_fields,
     style_of,
     think_fields,
     with_own_names,
 )
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, FunctionCall, MessageToolCall, check_chat
+from penstock.frontend.schemas.chat import (
+    ChatBody,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    MessageToolCall,
+    check_chat,
+    content_of,
+)
 from penstock.frontend.schemas.ollama import OllamaChatBody, OllamaMessage, decode_ollama_chat
 from penstock.frontend.transport.exchange import Exchange
 
@@ -59,13 +68,16 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     open_calls = _OpenCalls()
     num_calls = 0
-    for message in given:
+    for position, message in enumerate(given):
         content = message.content or ""
+        pictures = picture_parts(message.images, f"messages[{position}].images")
         if message.role == "tool":
             found = open_calls.take(message)
             call_id = message.tool_call_id or ("" if found is None else found.id)
             name = message.tool_name or (None if found is None else found.function.name)
             messages.append(ChatMessage("tool", content, name=name, tool_call_id=call_id))
+            if pictures:  # few templates show any of a tool
+                messages.append(ChatMessage("user", pictures))
             continue
         calls = []
         for call in message.tool_calls or ():
@@ -76,7 +88,12 @@ def _messages(given: list[OllamaMessage]) -> list[ChatMessage]:
         open_calls.add(calls)
         role = message.role
         messages.append(
-            ChatMessage(role, content, tool_calls=calls or None, reasoning_content=message.thinking)  # type: ignore[arg-type]  # checked before
+            ChatMessage(
+                role,  # type: ignore[arg-type]  # checked before
+                content_of([*pictures, ContentPart("text", content)]),
+                tool_calls=calls or None,
+                reasoning_content=message.thinking,
+            )
         )
     return messages
 

@@ -6,6 +6,7 @@ from penstock.frontend.endpoints.answering import answer_chat, answer_completion
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.ollama.requests import (
     answers_empty,
+    picture_parts,
     receive,
     shared_fields,
     style_of,
@@ -13,7 +14,7 @@ from penstock.frontend.endpoints.ollama.requests import (
     with_own_names,
 )
 from penstock.frontend.endpoints.prompts import check_token_ids
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, ContentPart, check_chat, content_of
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.ollama import OllamaGenerateBody, decode_ollama_generate
 from penstock.frontend.transport.exchange import Exchange
@@ -45,16 +46,17 @@ async def generate(exchange: Exchange, context: EndpointContext) -> None:
         before = body.context or []
         if before:
             check_token_ids("context", before, served.card)
-        style = style_of(received, is_chat=False, returns_context=True)
+        style = style_of(received, is_chat=False, returns_context=not body.images)  # tokens alone show no picture
         await answer_chat(exchange, chat, served, style, num_body_bytes=received.num_bytes, before=before)
 
 
 def _chat(body: OllamaGenerateBody, **thinking: bool | str | None) -> ChatBody:
     """Return the same request as a valid chat. Raises ApiError."""
+    parts = [*picture_parts(body.images, "images"), ContentPart("text", body.prompt)]
     instructions = [ChatMessage("system", body.system)] if body.system else []
     fields = shared_fields(body) | thinking
     chat = ChatBody(
-        messages=[*instructions, ChatMessage("user", body.prompt)],
+        messages=[*instructions, ChatMessage("user", content_of(parts))],
         logprobs=body.logprobs,
         top_logprobs=body.top_logprobs,
         return_token_ids=True,  # for the context

@@ -179,6 +179,7 @@ def _capabilities(served: ServedModel) -> list[str]:
         "tools": generates and syntax.tools is not None,
         "thinking": generates and syntax.reasoning is not None,
         "insert": generates and syntax.fill_in is not None,
+        "vision": served.takes_pictures,
         "embedding": can_do(served.card, "embed"),
     }
     return [name for name, can in has.items() if can]

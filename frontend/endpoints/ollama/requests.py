@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.ollama import OllamaFormat, without_answer
 from penstock.frontend.generation.models.model_table import ServedModels, Task, names_of
 from penstock.frontend.generation.models.served_model import ServedModel
+from penstock.frontend.schemas.chat import ContentPart, picture_part
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from penstock.frontend.schemas.ollama import GenerativeBody, OllamaBody, OllamaOptions
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
@@ -131,6 +132,11 @@ def think_fields(body: GenerativeBody, served: ServedModel) -> dict[str, Any]:
     if isinstance(body.think, str):
         return {"reasoning_effort": body.think}
     return {"enable_thinking": body.think}
+
+
+def picture_parts(images: Sequence[str] | None, path: str) -> list[ContentPart]:
+    """Return parts of files in base64. path is the body's name of the list."""
+    return [picture_part(f"data:;base64,{data}", f"{path}[{index}]") for index, data in enumerate(images or ())]
 
 
 def _sampling(options: OllamaOptions) -> dict[str, Any]:

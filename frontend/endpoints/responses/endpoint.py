@@ -32,7 +32,7 @@ from penstock.frontend.formats.base import Identity, StreamUsageOptions, Usage
 from penstock.frontend.formats.compaction import REQUEST, CompactionFormat
 from penstock.frontend.formats.openai_chunks import DONE
 from penstock.frontend.generation.models.served_model import ServedModel
-from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat
+from penstock.frontend.schemas.chat import ChatBody, ChatMessage, check_chat, text_of
 from penstock.frontend.schemas.response_tools import left_out_tools
 from penstock.frontend.schemas.responses import ResponsesBody, decode_responses
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later, shorten
@@ -104,7 +104,7 @@ class Responses:
         if body.truncation == "auto":
             with renamed(RENAMED):
                 async with exchange.cancelled_on_disconnect():
-                    chat = await fitted(chat, served)
+                    chat = await fitted(chat, served, exchange.tenant)
         pending = PendingResponse(body, previous, served.card, is_continuable=turn is not None)
         if turn is not None and not turn.generates:
             await self._keep_unanswered(exchange, pending, served, turn)
@@ -144,7 +144,7 @@ class Responses:
             with renamed(RENAMED):
                 await run_sized(num_bytes, check_chat, chat)
                 if body.truncation == "auto":
-                    chat = await fitted(chat, served)
+                    chat = await fitted(chat, served, earlier.tenant)
                 await self._answer(run, chat, served, num_bytes, (earlier.response_id, restart.created_at))
 
         self._runs.resume(run, work)
@@ -197,8 +197,8 @@ class Responses:
             previous = await self._previous(exchange.tenant, body)
             chat, _ = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
             with renamed(RENAMED):
-                prompt = await render_chat(chat, served, is_long=True)
-            answer = {"object": "response.input_tokens", "input_tokens": len(prompt)}
+                prompt = await render_chat(chat, served, exchange.tenant, is_long=True)
+            answer = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
             await exchange.respond(200, msgspec.json.encode(answer))
 
     async def compact(self, exchange: Exchange, context: EndpointContext) -> None:
@@ -215,7 +215,7 @@ class Responses:
         async with exchange.cancelled_on_disconnect():
             previous = await self._previous(exchange.tenant, body)
             chat, num_body_bytes = await self._chat(exchange.tenant, body, previous, num_sent_bytes)
-        user_texts = [str(message.content) for message in chat.messages if message.role == "user"]
+        user_texts = [text_of(message.content) for message in chat.messages if message.role == "user"]
         chat.messages = [*chat.messages, ChatMessage("user", REQUEST)]
         chat.tools = chat.tool_choice = chat.response_format = None
 

@@ -20,11 +20,14 @@ from penstock.frontend.schemas.chat import (
     ChatBody,
     ChatMessage,
     ChatTool,
+    ContentPart,
     FunctionCall,
     FunctionDefinition,
     MessageToolCall,
     NamedFunction,
     NamedTool,
+    content_of,
+    picture_part,
 )
 from penstock.frontend.schemas.generation import JsonSchemaFormat, ResponseFormat
 from penstock.frontend.schemas.response_tools import CallableTool, NamedToolChoice, callable_tools, qualified
@@ -164,6 +167,14 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
     messages: list[ChatMessage] = []
     turn = _Turn()
     names: dict[str | None, str | None] = {}
+    shown: list[ContentPart] = []
+    """Pictures among the results of calls. The user sends them: few templates show any of a tool."""
+
+    def show() -> None:
+        nonlocal shown
+        if shown:
+            messages.append(ChatMessage("user", shown))
+            shown = []
 
     def end_turn() -> None:
         nonlocal turn
@@ -171,7 +182,9 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
             messages.append(turn.message())
             turn = _Turn()
 
-    for item in items:
+    for position, item in enumerate(items):
+        if item.kind not in _RESULTS:
+            show()
         if item.kind == "reasoning":
             if turn.texts or turn.calls:
                 end_turn()
@@ -187,6 +200,7 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
             messages.append(
                 ChatMessage("tool", joined(item.output), name=names.get(item.call_id), tool_call_id=item.call_id)
             )
+            shown += [part for part in _parts(f"input[{position}].output", item.output) if part.is_picture]
         elif item.kind == "compaction":
             end_turn()
             messages.append(ChatMessage("user", summary_in(item.encrypted_content or "")))
@@ -196,13 +210,30 @@ def to_messages(items: Sequence[ResponseItem]) -> list[ChatMessage]:
             turn.texts.append(joined(item.content))
         else:
             end_turn()
-            messages.append(ChatMessage(item.role or "user", joined(item.content)))
+            messages.append(
+                ChatMessage(item.role or "user", content_of(_parts(f"input[{position}].content", item.content)))
+            )
     end_turn()
+    show()
     return messages
 
 
+def _parts(path: str, content: str | Sequence[ItemPart] | None) -> list[ContentPart]:
+    if isinstance(content, str):
+        return [ContentPart("text", content)]
+    return [
+        picture_part(part.image_url or "", f"{path}[{index}].image_url")
+        if part.is_picture
+        else ContentPart("text", part.text_or_refusal)
+        for index, part in enumerate(content or ())
+    ]
+
+
 def joined(content: str | Sequence[ItemPart] | None) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text_or_refusal for part in content or ())
+    """Return the text of a content."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text_or_refusal for part in content or () if not part.is_picture)
 
 
 def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
@@ -212,12 +243,13 @@ def listed(item: ResponseItem, item_id: str) -> dict[str, Any]:
         case "message":
             kind = "output_text" if item.role == "assistant" else "input_text"
             extra: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
-            parts = (
-                [item.content]
-                if isinstance(item.content, str)
-                else [part.text_or_refusal for part in item.content or ()]
-            )
-            content = [{"type": kind, "text": text, **extra} for text in parts]
+            parts = [ItemPart(kind, item.content)] if isinstance(item.content, str) else item.content or ()
+            content = [
+                {"type": part.type, "image_url": part.image_url, "detail": part.detail or "auto"}
+                if part.is_picture
+                else {"type": kind, "text": part.text_or_refusal, **extra}
+                for part in parts
+            ]
             return common | {"role": item.role, "content": content}
         case "function_call":
             return common | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
@@ -241,7 +273,7 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
     return ResponseFormat(form.type, schema if form.type == "json_schema" else None)
 
 
-async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
+async def fitted(body: ChatBody, served: ServedModel, tenant: bytes) -> ChatBody:
     """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
 
     Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
@@ -256,7 +288,8 @@ async def fitted(body: ChatBody, served: ServedModel) -> ChatBody:
 
     async def fits(num_dropped: int) -> bool:
         try:
-            return len(await render_chat(without(num_dropped), served, is_long=True)) <= max_prompt_tokens
+            prompt = await render_chat(without(num_dropped), served, tenant, is_long=True)
+            return len(prompt.token_ids) <= max_prompt_tokens
         except ApiError as error:
             if error.kind is ErrorKind.CONTEXT_TOO_LONG:
                 return False

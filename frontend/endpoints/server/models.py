@@ -103,12 +103,13 @@ def _known(served: ServedModel, name: str) -> dict[str, object]:
             "tool_calls": card.generates and syntax.tools is not None,
             "reasoning": card.generates and syntax.reasoning is not None,
             "structured_output": card.generates,
-            "vision": False,
+            "vision": served.takes_pictures,
             "embeddings": can_do(card, "embed"),
             "sparse_embeddings": can_do(card, "sparse"),
             "rerank": can_do(card, "rerank"),
             "classify": can_do(card, "classify"),
         },
+        "input_modalities": ["text", "image"] if served.takes_pictures else ["text"],
         "embedding_dimensions": card.pooled_width("embed"),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -76,9 +75,8 @@ async def quote(exchange: Exchange, context: EndpointContext) -> None:
     request, served = await _prepare(exchange, context, fields)
     policy = read_request_policy(exchange, request.body)
     check_model(request.body.model, served.card)
-    prompts = [truncated(request.body, prompt, served.card) for prompt in request.prompts]
     async with exchange.cancelled_on_disconnect():
-        answer = await answer_quote(replace(request, prompts=prompts), policy, served)
+        answer = await answer_quote(truncated(request, served.card), policy, served)
     await exchange.respond(200, msgspec.json.encode(answer))
 
 
@@ -88,9 +86,9 @@ async def _prepare(
     if fields.messages is not None:
         chat, served, num_body_bytes = await context.receive_body(exchange, decode_chat)
         async with exchange.cancelled_on_disconnect():
-            prompt = await render_chat(chat, served, is_long=num_body_bytes > SMALL_BODY_BYTES)
-            prompt, rules = await chat_answer_rules(chat, prompt, served)
-        return PreparedRequest(chat, [prompt], rules), served
+            prompt = await render_chat(chat, served, exchange.tenant, is_long=num_body_bytes > SMALL_BODY_BYTES)
+            token_ids, rules = await chat_answer_rules(chat, prompt.token_ids, served)
+        return PreparedRequest(chat, [token_ids], rules, prompt.pictures), served
     if fields.prompt is None:
         raise ApiError(ErrorKind.MISSING_FIELD, "messages: required, or prompt", param="messages")
     completion, served, _ = await context.receive_body(exchange, decode_completion)

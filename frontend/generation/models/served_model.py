@@ -16,6 +16,8 @@ import msgspec
 from penstock.frontend.formats.vectors import import_writers
 from penstock.frontend.parsing.syntax.fill_in import find_fill_in
 from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
+from penstock.frontend.pictures.placing import PictureReader
+from penstock.frontend.pictures.workshop import PictureWorkshop
 from penstock.frontend.schemas.answers import EndToken, SamplingDefaults
 from penstock.frontend.settings import ParserNames
 from penstock.frontend.text.pooling_files import PoolingFiles
@@ -58,6 +60,12 @@ class ServedModel:
     """Whether a client may send token ids where vectors are computed."""
     truncates_inputs: bool = False
     """Whether inputs that are too long for the model's vectors are truncated, unless the request says otherwise."""
+    pictures: PictureReader | None = None
+    """None if the model takes no pictures."""
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self.pictures is not None
 
     @property
     def spellings(self) -> Spellings:
@@ -96,6 +104,7 @@ class ModelKeeper:
         name: str | None = None,
         id_mark: str = "",
         reports_absence: bool = True,
+        workshop: PictureWorkshop | None = None,
     ) -> None:
         """template_file replaces the model's chat template. name is the model's, if it is known before its backend has
         come: a backend with another model is not used. id_mark is part of the answers' ids. reports_absence logs a line
@@ -108,6 +117,7 @@ class ModelKeeper:
         self._reports_absence = reports_absence
         self._parsers = parsers
         self._template_file = template_file
+        self._workshop = workshop or PictureWorkshop()
         self._unusable: ModelCard | None = None
         self.current: ServedModel | None = None
         """None until tokenizer and template are loaded."""
@@ -165,6 +175,7 @@ class ModelKeeper:
             reads_special_tokens=parsers.special_tokens == "tokens",
             takes_token_ids=parsers.takes_token_ids,
             truncates_inputs=truncates,
+            pictures=PictureReader.of_model(card, tokenizer.added_tokens, self._workshop),
         )
 
     async def _load(self, card: ModelCard) -> None:

@@ -27,6 +27,7 @@ from penstock.frontend.generation.submission.sampling import (
     read_logit_bias,
     read_sampling,
 )
+from penstock.frontend.pictures.placing import PlacedPicture, sent_pictures
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.decoding import AnsweredBody
 from penstock.frontend.schemas.generation import GenerationBody
@@ -112,6 +113,8 @@ class PreparedRequest:
     body: AnsweredBody
     prompts: list[list[int]]
     rules: AnswerRules
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Of the only prompt."""
 
     @property
     def reports_progress(self) -> bool:
@@ -136,10 +139,13 @@ async def generation_requests(
     batch_delivery = not (body.stream or options.stop_strings or rules.text_may_end_answer)
     adapter = None if body.model is None else served.card.adapter_named(body.model)
     group = next(_groups)
+    if request.pictures and body.num_prompt_logprobs >= 0:
+        invalid("prompt_logprobs", "not available in a chat with pictures")
     prompts = _choice_prompts(request, max_tokens)
+    sent = [sent_pictures(prompt.token_ids, request.pictures) for prompt in prompts]
     requests = [
         GenerationRequest(
-            prompt.token_ids,
+            token_ids,
             prompt.max_tokens,
             sampling,
             stop_token_ids,
@@ -153,9 +159,11 @@ async def generation_requests(
             num_prompt_logprobs=body.num_prompt_logprobs,
             batch_delivery=batch_delivery,
             group=group,
+            pictures=pictures,
+            pixels=pixels,
             adapter="" if adapter is None else adapter.adapter_id,
         )
-        for prompt in prompts
+        for prompt, (token_ids, pictures, pixels) in zip(prompts, sent, strict=True)
     ]
     return prompts, requests, options
 

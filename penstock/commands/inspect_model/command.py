@@ -145,6 +145,7 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     yield "architecture", model.architecture or "not named"
     yield "served", "yes" if model.not_served_because is None else f"no: {model.not_served_because}"
     yield "task", model.task or "unknown"
+    yield "reads", " and ".join(model.input_modalities)
     if model.vectors:
         yield "vectors", ", ".join(f"{kind} of {width:,}" for kind, width in model.vectors.items())
     window = "" if model.window_tokens is None else f", windows of {model.window_tokens:,} tokens"

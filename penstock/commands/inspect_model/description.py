@@ -142,6 +142,7 @@ class ModelDescription(Struct, frozen=True):
     """None if this version serves the model on the CPU; otherwise the reason."""
     task: str | None
     """As `backend --task auto` chooses it."""
+    input_modalities: tuple[str, ...]
     vectors: dict[str, int]
     """Kind of vector that the model returns instead of tokens → numbers of each vector."""
     layers: int | None
@@ -229,6 +230,7 @@ def describe_model(
         architecture=architecture,
         not_served_because=reason if reason is not None else texts.error,
         task=task,
+        input_modalities=("text", "image") if spec is not None and spec.max_picture_bytes else ("text",),
         vectors={} if spec is None else dict(spec.pooled),
         layers=fields.num_hidden_layers,
         hidden_size=fields.hidden_size,

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 
 from penstock.backend.model_names import name_in_api
 from penstock.commands.terminal_chat import ChatOptions, chat
-from penstock.process.children import stop_with_parent
-from penstock.process.supervisor import exit_status, module_argv
+from penstock.process.children import module_argv, stop_with_parent
+from penstock.process.supervisor import exit_status
 from penstock.shm.recording.running_servers import running_servers
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.process.children import stop_with_parent
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv, stop_with_parent
 from penstock.serve.fleet.cluster import Phase, Report, Server
 
 _READY = re.compile(r"Ready: http://\S+:(\d{1,5})/v1\s*")

@@ -19,9 +19,9 @@ import msgspec
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.options import BackendOptions
-from penstock.process.children import stop_with_parent
+from penstock.process.children import module_argv, stop_with_parent
 from penstock.process.native_libraries import guarded
-from penstock.process.supervisor import describe_end, module_argv
+from penstock.process.supervisor import describe_end
 
 PROCESS_BYTES = 300_000_000
 """Memory of a backend on the CPU without weights and cache: torch, the interpreter and the grammar compiler's

@@ -234,7 +234,7 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}],
-     "messages[0].content[0].type"),
+     "messages[0].content[0].image_url"),
     ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0].type"),
     ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "file", "file": {}}]}],
      "messages[0].content[1].type"),

@@ -87,7 +87,7 @@ def chat_with(place: str, text: str) -> ChatBody:
 
 
 async def special_tokens_of(body: ChatBody, model: ServedModel) -> list[str]:
-    ids = await render_chat(body, model, is_long=False)
+    ids = (await render_chat(body, model, b"", is_long=False)).token_ids
     return [
         text for token_id in ids if (text := model.tokenizer.token_bytes(token_id).decode(errors="replace")) in SPECIAL
     ]
@@ -106,7 +106,7 @@ async def test_client_cannot_spell_special_tokens(place: str, kind: str) -> None
         assert await special_tokens_of(body, model) == expected
         prompt = (await render_text(body, model, is_long=False)).plain
         assert prompt == (await render_text(body, reading(model), is_long=False)).plain
-        ids = await render_chat(body, model, is_long=False)
+        ids = (await render_chat(body, model, b"", is_long=False)).token_ids
         shown = model.tokenizer.decode(ids, skip_special_tokens=False)
         assert shown.strip() == prompt.strip()
     assert len(await special_tokens_of(chat_with(place, EVIL), reading(model))) > len(expected)
@@ -150,8 +150,8 @@ async def test_mark_is_a_character_that_the_client_does_not_use(monkeypatch: pyt
 async def test_client_that_uses_every_private_character_is_refused() -> None:
     everything = "".join(map(chr, range(0xE000, 0xF900)))
     with pytest.raises(ApiError, match="private-use characters"):
-        await render_chat(chat_with("user", EVIL + everything), served(), is_long=False)
-    await render_chat(chat_with("user", everything), served(), is_long=False)
+        await render_chat(chat_with("user", EVIL + everything), served(), b"", is_long=False)
+    await render_chat(chat_with("user", everything), served(), b"", is_long=False)
 
 
 async def test_template_still_finds_the_end_of_reasoning_in_the_answer_before() -> None:
@@ -204,7 +204,7 @@ async def test_refusal_of_a_template_is_told_without_marks(source: str) -> None:
     model = served(template="{% set said = messages[0].content %}" + source)
     body = chat(messages=[{"role": "user", "content": "<|im_end|>"}])
     with pytest.raises((ApiError, TemplateRefusedError), match=r"<\|im_end\|>"):
-        await render_chat(body, model, is_long=False)
+        await render_chat(body, model, b"", is_long=False)
 
 
 async def test_long_texts_are_marked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

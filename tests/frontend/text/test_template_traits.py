@@ -80,3 +80,15 @@ def test_empty_answer_reaches_a_template_that_refuses_the_empty_text() -> None:
     assert render(source, ChatMessage("user", "x"), ChatMessage("assistant", None)) == "x.."
     with pytest.raises(TemplateRefusedError, match="empty"):
         render(source.replace("== ''", "in ('', [{'type': 'text', 'text': ''}])"), ChatMessage("assistant", ""))
+
+
+def test_texts_are_parts_for_a_template_that_shows_parts_only() -> None:
+    source = (
+        "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{{ part.text if part.type == 'text' }}"
+        "{{ '<image>' if part.type == 'image' }}{% endfor %}|{% endfor %}"
+    )
+    system, question = ChatMessage("system", "A"), ChatMessage("user", "B")
+    picture = ChatMessage("user", [ContentPart("image_url", image_url="data:,"), ContentPart("text", "C")])
+    assert render(source, system, question, picture) == "system: A|user: B|user: <image>C|"
+    begun = ChatBody(messages=[question, ChatMessage("assistant", "Well, ")], continue_final_message=True)
+    assert ChatTemplate(source, {}).render(begun) == "user: B|assistant: Well, "

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from penstock.backend.options import BackendOptions
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from penstock.serve.upgrade.new_options import BadOptions, changed
 from tests.serve.serve_process import Serve, Start
 from tests.serve.streams import IMPORTS_TESTS, SLOW, all_choices, bodies, samples

@@ -87,7 +87,7 @@ def test_model_reaches_the_server_that_is_started(
 
 def test_help_shows_sizes_and_counts_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
     shown = shown_by(capsys, "load")
-    for text in ("--kv-budget SIZE|auto", "--max-body SIZE", "--concurrency COUNTS", "1,4,16,32]", "2MiB]"):
+    for text in ("--kv-budget SIZE|auto", "--max-body SIZE", "--concurrency COUNTS", "1,4,16,32]", "64MiB]"):
         assert text in shown
 
 

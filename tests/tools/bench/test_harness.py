@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from penstock.tools.bench.harness import machine
 from penstock.tools.bench.harness.report import BenchReport, check_can_write
 from penstock.tools.processes import descendants, module_of

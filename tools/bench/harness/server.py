@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.backend.model_names import DEMO_MODEL
+from penstock.process.children import module_argv
 from penstock.process.options import to_argv
-from penstock.process.supervisor import module_argv
 from penstock.serve.command import split_keys
 from penstock.serve.options import ServeOptions
 from penstock.tools.bench.errors import BenchError

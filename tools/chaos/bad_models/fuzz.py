@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.process.supervisor import module_argv
+from penstock.process.children import module_argv
 from penstock.tools.chaos.bad_models.good_models import ADAPTER_CONFIG, GGUF, make_good_models
 from penstock.tools.chaos.bad_models.loader import Verdict
 from penstock.tools.chaos.bad_models.mutations import Sample, draw_sample

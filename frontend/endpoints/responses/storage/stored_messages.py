@@ -8,7 +8,14 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from penstock.frontend.schemas.chat import ChatMessage, FunctionCall, MessageToolCall
+from penstock.frontend.schemas.chat import (
+    PICTURE,
+    ChatMessage,
+    ContentPart,
+    FunctionCall,
+    MessageToolCall,
+    picture_part,
+)
 
 NO_MESSAGES = b"[]"
 
@@ -17,7 +24,8 @@ class _Message(Struct, array_like=True):
     """A chat message without its type's bounds: a model's call need not respect them."""
 
     role: str
-    content: str | None
+    content: str | list[tuple[str, str]] | None
+    """A text; or the types of parts, with their texts and URLs of pictures."""
     name: str | None
     tool_call_id: str | None
     tool_calls: list[tuple[str, str, str]] | None
@@ -40,12 +48,12 @@ def decode_messages(data: bytes) -> tuple[ChatMessage, ...]:
 
 
 def _stored(message: ChatMessage) -> _Message:
-    if not isinstance(message.content, str | None):
-        raise TypeError("items become messages whose content is text")
-    calls = message.tool_calls
+    calls, content = message.tool_calls, message.content
     return _Message(
         message.role,
-        message.content,
+        [(part.type, part.picture_url if part.is_picture else part.text or "") for part in content]
+        if isinstance(content, list)
+        else content,
         message.name,
         message.tool_call_id,
         None if calls is None else [(call.id, call.function.name, call.function.arguments) for call in calls],
@@ -54,12 +62,16 @@ def _stored(message: ChatMessage) -> _Message:
 
 
 def _restored(message: _Message) -> ChatMessage:
-    calls = message.tool_calls
+    calls, content = message.tool_calls, message.content
     return ChatMessage(
         cast("Any", message.role),
-        message.content,
+        [_part(kind, value) for kind, value in content] if isinstance(content, list) else content,
         message.name,
         message.tool_call_id,
         None if calls is None else [MessageToolCall(call, FunctionCall(name, text)) for call, name, text in calls],
         message.reasoning_content,
     )
+
+
+def _part(kind: str, value: str) -> ContentPart:
+    return picture_part(value, "previous_response_id") if kind == PICTURE else ContentPart(kind, value)

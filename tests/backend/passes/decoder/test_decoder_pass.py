@@ -171,8 +171,12 @@ def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> Non
 
 @pytest.mark.parametrize("architecture", PRESETS)
 def test_64_greedy_tokens_equal_those_of_transformers(architecture: str) -> None:
+    check_64_greedy_tokens(architecture, make_native_ops)
+
+
+def check_64_greedy_tokens(architecture: str, make_ops: MakeOps) -> None:
     batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
-    driver = Driver(make_pass(architecture, make_native_ops), num_pages=48, page_size=16)
+    driver = Driver(make_pass(architecture, make_ops), num_pages=48, page_size=16)
     run_prompts(driver, batch)
     driver.decode(63)
     for row in driver.rows:

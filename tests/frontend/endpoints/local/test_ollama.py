@@ -170,7 +170,7 @@ def test_results_take_the_call_that_they_name_else_the_oldest_open_one() -> None
             400,
             "messages[0].role: must be one of system",
         ),
-        ("/api/chat", {"messages": [{**HI[0], "images": ["AA=="]}]}, 400, "messages[0].images: "),
+        ("/api/chat", {"messages": [{**HI[0], "images": ["AA=="]}]}, 400, "messages[0].images[0]: "),
         ("/api/chat", {"options": {"temperature": 3}}, 400, "options.temperature: expected float <= 2.0, got 3"),
         ("/api/chat", {"format": "xml"}, 400, 'format: must be "json" or a JSON schema, got "xml"'),
         ("/api/chat", {"format": {"type": "no"}, "think": True}, 400, 'think: "test/model" does not support thinking'),

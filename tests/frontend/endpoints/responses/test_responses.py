@@ -320,8 +320,8 @@ async def test_only_allowed_tools_reach_the_model() -> None:
         ({"input": [{"role": "user"}]}, "input[0].content", "required"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-            "input_image",
+            "input[0].content[0].image_url",
+            "takes no pictures",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "required"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", "web_search_call"),

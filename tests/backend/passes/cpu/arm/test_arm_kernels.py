@@ -282,7 +282,7 @@ def test_each_product_is_one_chain_of_fused_additions(values: str, make_ops: Mak
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(make_ops: MakeOps) -> None:
-    passes.test_64_greedy_tokens_equal_those_of_transformers("qwen3", make_ops)
+    passes.check_64_greedy_tokens("qwen3", make_ops)
 
 
 def test_prompts_are_scored_as_by_transformers(make_ops: MakeOps) -> None:

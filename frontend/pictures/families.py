@@ -1,0 +1,166 @@
+"""What each family of models makes of a picture: its image processor, and the text that stands for the picture.
+
+The text has one image token for each run of the model's vectors, and `counts` the length of each run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What stands for a picture in the prompt."""
+
+    text: str
+    counts: list[int]
+    grid: tuple[int, int, int] = (1, 1, 1)
+    """As in `penstock.shm.messages.Picture`."""
+
+
+Outputs = Mapping[str, Any]
+"""What an image processor returns for one picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    module: str
+    """The image processor's module in transformers."""
+    class_name: str
+    """Its class without ImageProcessorPil."""
+    image_token: str
+    expand: Callable[[Outputs, Any, Mapping[str, Any], str], Expansion]
+    """Arguments: outputs, image processor, settings of the processor's file, image token."""
+    placeholder: str = ""
+    """What a template writes for a picture, if it is not the image token."""
+    arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    """More arguments of the image processor, by the settings of the processor's file."""
+    depends_on_others: bool = False
+    """A picture alone in a chat is processed differently."""
+
+    @property
+    def mark(self) -> str:
+        return self.placeholder or self.image_token
+
+
+def _tiled(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    """Idefics3 and SmolVLM: a line for each row of tiles, then the whole picture."""
+    ((rows,),), ((columns,),) = outputs["rows"], outputs["cols"]
+    fake, count = "<fake_token_around_image>", int(settings.get("image_seq_len", 169))
+    lines = [
+        "".join(f"{fake}<row_{row + 1}_col_{column + 1}>{token}" for column in range(columns)) + "\n"
+        for row in range(rows)
+    ]
+    text = "".join(lines) + ("\n" if rows else "") + f"{fake}<global-img>{token}{fake}"
+    return Expansion(text, [count] * (rows * columns + 1))
+
+
+def _qwen(outputs: Outputs, processor: Any, _: Mapping[str, Any], token: str) -> Expansion:
+    frames, rows, columns = map(int, outputs["image_grid_thw"][0])
+    return Expansion(token, [frames * rows * columns // processor.merge_size**2], (frames, rows, columns))
+
+
+def _intern(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    count = int(settings.get("image_seq_length", 256)) * int(outputs["num_patches"][0])
+    return Expansion(f"<img>{token}</img>", [count])
+
+
+def _gemma(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    whole = f"\n\n<start_of_image>{token}<end_of_image>\n\n"
+    num_crops, count = int(outputs["num_crops"][0]), int(settings.get("image_seq_length", 256))
+    if num_crops:
+        crops = " ".join([whole] * num_crops)
+        whole = f"Here is the original image {whole} and here are some crops to help you see better {crops}"
+    return Expansion(whole, [count] * (num_crops + 1))
+
+
+def _cell(settings: Mapping[str, Any]) -> int:
+    """Pixels of the side of a square that is one token."""
+    return int(settings.get("patch_size", 16)) * int(settings.get("spatial_merge_size", 1))
+
+
+def _pixtral(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    rows, columns = (int(length) // _cell(settings) for length in outputs["image_sizes"][0])
+    return Expansion("[IMG_BREAK]".join([token] * rows) + "[IMG_END]", [columns] * rows)
+
+
+def _llava(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    height, width = outputs["pixel_values"][0].shape[-2:]
+    cell = int(settings.get("patch_size") or 14)
+    count = (height // cell) * (width // cell) + int(settings.get("num_additional_image_tokens") or 0)
+    return Expansion(token, [count - _drops_first(settings)])
+
+
+def _drops_first(settings: Mapping[str, Any]) -> bool:
+    """Whether the model uses no class embedding."""
+    return settings.get("vision_feature_select_strategy") == "default"
+
+
+def _onevision(outputs: Outputs, processor: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    """LLaVA-OneVision: the whole picture, and tiles of it without their padding, with a token after each row."""
+    height, width = map(int, outputs["image_sizes"][0])
+    count = int(settings.get("num_image_tokens") or 729)
+    drops_first = _drops_first(settings)
+    if len(outputs["pixel_values"][0]) == 1:  # one of several
+        return Expansion(token, [count + 1 - drops_first], (1, height, width))
+    tile = outputs["pixel_values"][0][0].shape[-1]
+    best = _best_resolution(height, width, processor.image_grid_pinpoints)
+    side = math.isqrt(count)
+    rows, columns = side * (best[0] // tile), side * (best[1] // tile)
+    if width / height > columns / rows:
+        rows -= 2 * ((rows - int(round(height * (columns / width), 7))) // 2)
+    else:
+        columns -= 2 * ((columns - int(round(width * (rows / height), 7))) // 2)
+    most = int(str(settings.get("vision_aspect_ratio", "anyres_max_9")).removeprefix("anyres_max_"))
+    ratio = math.sqrt(rows * columns / (most * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return Expansion(token, [count + rows * columns + rows - drops_first], (1, height, width))
+
+
+def _best_resolution(height: int, width: int, candidates: list[list[int]]) -> tuple[int, int]:
+    """Return the candidate that keeps most of the picture's pixels, and of these the smallest."""
+
+    def key(candidate: list[int]) -> tuple[int, int]:
+        scale = min(candidate[1] / width, candidate[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - candidate[0] * candidate[1]
+
+    best = max(candidates, key=key)
+    return best[0], best[1]
+
+
+def _with_rows(_: Mapping[str, Any]) -> dict[str, Any]:
+    return {"return_row_col_info": True}
+
+
+_PIXTRAL = Family("pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings: {"patch_size": _cell(settings)})
+_QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen)
+
+FAMILIES = {
+    "idefics3": Family("idefics3", "Idefics3", "<image>", _tiled, arguments=_with_rows),
+    "smolvlm": Family("smolvlm", "SmolVLM", "<image>", _tiled, arguments=_with_rows),
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda _: {"crop_to_patches": True}),
+    "gemma3": Family("gemma3", "Gemma3", "<image_soft_token>", _gemma, placeholder="<start_of_image>"),
+    "mistral3": _PIXTRAL,
+    "pixtral": _PIXTRAL,
+    "llava": Family("clip", "CLIP", "<image>", _llava),
+    "llava_onevision": Family("llava_onevision", "LlavaOnevision", "<image>", _onevision, depends_on_others=True),
+}
+"""By config.json's model_type."""
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """Return the name among FAMILIES for config.json: LLaVA's with Pixtral's tower are Pixtral's."""
+    model_type, vision = str(config.get("model_type")), config.get("vision_config")
+    has_pixtral = isinstance(vision, dict) and vision.get("model_type") == "pixtral"
+    return "pixtral" if model_type == "llava" and has_pixtral else model_type
