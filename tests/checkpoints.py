@@ -39,6 +39,21 @@ _INTERLEAVED_MROPE = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_HYBRID_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 112,
+}
 
 
 @dataclass(frozen=True)
@@ -244,6 +259,16 @@ PRESETS: dict[str, Preset] = {
         },
         text_config="Qwen3VLMoeTextConfig",
     ),
+    "qwen3.5": Preset("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID),
+    "qwen3.5-vision": Preset(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        # The last layer has a delta rule.
+        {**_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+        text_config="Qwen3_5TextConfig",
+    ),
+    "qwen3-next": Preset("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
     "granite": Preset(

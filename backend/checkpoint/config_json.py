@@ -72,7 +72,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}
-    config = convert(_split_rope(values, family), HfConfig, architecture)
+    config = convert(family.key_defaults | _split_rope(values, family), HfConfig, architecture)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise StartupError(
@@ -108,6 +108,8 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         norm_offset=0.0 if config.norms_have_offset else family.norm_offset,
         qk_norm=family.qk_norm(config),
         sinks=family.sinks,
+        gated_attention=family.gated_attention,
+        delta_net=family.delta_net(config),
         activation=ACTIVATIONS[_activation(config, family)],
         mlp=family.mlp,
         experts=None if expert_layers is None else expert_layers.experts,
@@ -193,6 +195,8 @@ def _has_qkv_bias(config: HfConfig, family: Family, *, biased: bool) -> bool:
 
 def _names(config: HfConfig, family: Family) -> TensorNames:
     names = replace(family.names, qkv=FUSED_QKV) if config.fused_qkv else family.names
+    if config.separate_gates:
+        names = replace(names, delta_in=TensorNames().delta_in)
     return replace(names, fused_experts=None) if config.separate_experts else names
 
 

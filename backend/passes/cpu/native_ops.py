@@ -29,6 +29,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     declare_functions,
     make_shape,
 )
+from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
@@ -93,6 +94,9 @@ def unsupported_by_kernels(config: DecoderConfig) -> str | None:
         for name, width in (("width", config.experts.width), ("shared_width", config.experts.shared_width or 0)):
             if width % 2:
                 return f"experts of an odd {name}, {width}"
+    net = config.delta_net
+    if net is not None and (net.key_dim % 16 or net.value_dim % 16):
+        return f"a delta rule's heads of {net.key_dim} and {net.value_dim}; they have multiples of 16"
     if config.mlp == "plain" and config.activation != "gelu_tanh":
         return f"{config.activation} in an MLP without a gate"
     return None
@@ -151,13 +155,15 @@ class NativeOps:
         self.cache: list[Tensor] = []
         """One tensor per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h."""
 
+        net = config.delta_net
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         attention_width = config.num_heads * config.head_dim
         self._residual = Buffer(config.hidden_size, torch.float32)
         self._last_residual = Buffer(config.hidden_size, torch.float32)
         self._hidden = Buffer(config.hidden_size, dtype)
-        self._qkv = Buffer(attention_width + 2 * config.num_kv_heads * config.head_dim, dtype)
-        self._attended = Buffer(attention_width, dtype)
+        qkv_width = attention_width * (1 + config.gated_attention) + 2 * config.num_kv_heads * config.head_dim
+        self._qkv = Buffer(max(qkv_width, 0 if net is None else net.num_channels + net.value_size), dtype)
+        self._attended = Buffer(max(attention_width, 0 if net is None else net.value_size), dtype)
         self._gated = Buffer(max(config.intermediate_size, shared_width), dtype)
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
@@ -166,7 +172,10 @@ class NativeOps:
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
-        self._activations = (*buffers, *added)
+        self.delta_net: NativeDeltaNetOps | None = None
+        if net is not None:
+            self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
+        self._activations = (*buffers, *added, *(() if self.delta_net is None else self.delta_net.buffers))
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
 
@@ -218,7 +227,7 @@ class NativeOps:
         adapters = () if batch.adapters is None else (batch.adapters,)
         rows.has_adapters = len(adapters)
         arrays = (
-            *(input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows),
+            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
             *(*verified, *scored, *adapters),
         )
         self._place_arrays(arrays)
@@ -377,6 +386,8 @@ class NativeOps:
             self._library.ps_destroy(self._engine)
             self._engine = None
         self._layers.clear()
+        if self.delta_net is not None:
+            self.delta_net.close()
         self._forget_programs()
         self.cache = []
 

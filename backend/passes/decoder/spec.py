@@ -60,6 +60,7 @@ def make_spec(
         has_llama_cpp_sampling=True,
         embedding_size=config.hidden_size,
         kv_windows=groups.windows,
+        state_bytes_per_sequence=0 if config.delta_net is None else config.delta_net.state_bytes,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),
     )
 

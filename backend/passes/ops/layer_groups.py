@@ -28,7 +28,7 @@ class LayerGroups:
     num_layers: int
     """Layers in each group; the last group of a window may have fewer."""
     places: tuple[tuple[int, int], ...]
-    """By layer: its group, and its index in the group."""
+    """By layer: its group, and its index in the group. Without meaning for layers without attention."""
 
 
 def layer_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
@@ -45,20 +45,23 @@ def check_groups(batch: StepBatch, num_groups: int) -> None:
 
 def one_group(config: DecoderConfig) -> LayerGroups:
     """Make one group: all layers share pages. They have a window if every layer has one."""
-    windows = _windows(config)
-    window = None if None in windows else max(window for window in windows if window is not None)
-    return LayerGroups((window,), config.num_layers, tuple((0, index) for index in range(config.num_layers)))
+    windows, places = _windows(config), [(0, 0)] * config.num_layers
+    for place, index in enumerate(windows):
+        places[index] = 0, place
+    window = None if None in windows.values() else max(window for window in windows.values() if window is not None)
+    return LayerGroups((window,), len(windows), tuple(places))
 
 
 def split_groups(config: DecoderConfig) -> LayerGroups:
     """Give layers with the same window their own pages. One group if their numbers leave no good division."""
     layers: defaultdict[int | None, list[int]] = defaultdict(list)
-    for index, window in enumerate(_windows(config)):
+    windows_by_layer = _windows(config)
+    for index, window in windows_by_layer.items():
         layers[window].append(index)
     for size in range(min(map(len, layers.values())), 0, -1):
         num_groups = sum(-(-len(own) // size) for own in layers.values())
-        num_spare = num_groups * size - config.num_layers
-        if num_groups <= _MAX_GROUPS and num_spare * _MAX_SPARE_PART <= config.num_layers:
+        num_spare = num_groups * size - len(windows_by_layer)
+        if num_groups <= _MAX_GROUPS and num_spare * _MAX_SPARE_PART <= len(windows_by_layer):
             break
     else:
         return one_group(config)
@@ -71,8 +74,12 @@ def split_groups(config: DecoderConfig) -> LayerGroups:
     return LayerGroups(tuple(windows), size, tuple(places))
 
 
-def _windows(config: DecoderConfig) -> list[int | None]:
-    """By layer, how far back its kernels may read; None also for windows longer than any sequence."""
-    windows = [config.window_of_layer(index) for index in range(config.num_layers)]
-    reaches = [None if window is None else window + _BLOCK_TOKENS - 1 for window in windows]
-    return [None if reach is None or reach >= config.max_context_tokens else reach for reach in reaches]
+def _windows(config: DecoderConfig) -> dict[int, int | None]:
+    """By layer with attention, how far back its kernels may read; None also for windows longer than any sequence."""
+    with_pages = (index for index in range(config.num_layers) if config.delta_net_of_layer(index) is None)
+    windows = {index: config.window_of_layer(index) for index in with_pages}
+    reaches = {index: None if window is None else window + _BLOCK_TOKENS - 1 for index, window in windows.items()}
+    return {
+        index: None if reach is None or reach >= config.max_context_tokens else reach
+        for index, reach in reaches.items()
+    }

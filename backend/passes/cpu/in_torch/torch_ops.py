@@ -17,6 +17,7 @@ from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, ta
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
+from penstock.backend.passes.cpu.in_torch.torch_delta_net import DeltaRow, TorchDeltaNetOps, delta_rows
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
@@ -112,6 +113,7 @@ class TorchStep:
     """[L + S] `StepBatch.logit_tokens`."""
     num_logits: int
     embeddings: tuple[EmbeddedTokens, ...]
+    rows: list[DeltaRow]
 
 
 class TorchOps:
@@ -130,6 +132,8 @@ class TorchOps:
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self.adapters = TorchAdapters()
+        net = config.delta_net
+        self._delta_net = None if net is None else TorchDeltaNetOps(net, config.norm_eps, self._product)
         self.cache = PagedCache((), 0, 1, "fp32")
 
     @property
@@ -139,6 +143,10 @@ class TorchOps:
         return TorchExpertOps(
             self._config.experts, self._dtype, self._product, self._grouped_product, self._activate, self._sigmoid
         )
+
+    @property
+    def delta_net(self) -> TorchDeltaNetOps | None:
+        return self._delta_net
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -180,6 +188,7 @@ class TorchOps:
             last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
             num_logits=len(batch.logit_rows),
             embeddings=batch.embeddings,
+            rows=delta_rows(batch),
         )
 
     def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
@@ -235,7 +244,8 @@ class TorchOps:
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
         heads = qkv.view(len(qkv), -1, self._heads.head_dim)
         num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
-        parts = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads]
+        keys = heads[:, -2 * num_kv_heads : -num_kv_heads]
+        parts = heads[:, :num_heads], keys
         for part, norm, rope in zip(parts, (layer.q_norm, layer.k_norm), layer.ropes, strict=True):
             if norm is not None:
                 part.copy_(self._norm_heads(part.float(), norm))
@@ -244,13 +254,17 @@ class TorchOps:
                 x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
                 rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
                 part[..., : self._rotary_dim] = rotated
-        step.paged[layer.group].store(layer.cache_index, heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:])
+        step.paged[layer.group].store(layer.cache_index, keys, heads[:, -num_kv_heads:])
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
         queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        return paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+        attended = paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+        if not self._config.gated_attention:
+            return attended
+        gates = qkv[:, self._heads.output_size : 2 * self._heads.output_size].float()
+        return (attended.float() * self._sigmoid(gates)).to(attended.dtype)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
         self.adapters.narrow(step.last_tokens.numpy())

@@ -59,6 +59,7 @@ class OperationKind(IntEnum):
     EXPERT_INPUTS = 10
     EXPERT_OUTPUTS = 11
     WEIGHT_ROWS = 12
+    DELTA_NET = 13
 
 
 class LinearOutput(IntEnum):
@@ -83,6 +84,7 @@ class Shape(Structure):
         ("hidden", c_int64),
         ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
+        ("num_gates", c_int64),
         ("head_dim", c_int64),
         ("rotary_dim", c_int64),
         ("page_size", c_int64),
@@ -203,6 +205,25 @@ class Attention(Structure):
     )
 
 
+class DeltaNet(Structure):
+    _fields_ = (
+        ("conv", c_void_p),
+        ("bias", c_void_p),
+        ("decays", c_void_p),
+        ("norm", c_void_p),
+        ("states", c_void_p),
+        ("inputs", c_void_p),
+        ("gates", c_void_p),
+        ("mixed", c_void_p),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("width", c_int64),
+        ("tiles_key_heads", c_int64),
+    )
+
+
 class StepRows(Structure):
     _fields_ = (
         ("arrays", c_void_p),
@@ -307,6 +328,7 @@ def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -
         hidden=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
+        num_gates=config.num_heads if config.gated_attention else 0,
         head_dim=config.head_dim,
         rotary_dim=config.rope.rotary_dim,
         page_size=16,

@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "rows/experts.h"
+#include "rows/delta_net.h"
 
 namespace {
 
@@ -104,18 +104,19 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     const i64* slots = engine.step.slot_mapping.data() + layer.group * engine.step.num_tokens;
     engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
-            T* row = qkv + t * (heads + 2 * kv_heads) * dim;
+            T* row = qkv + t * shape.qkv_size();
+            T* keys = row + (heads + shape.num_gates) * dim;
             const float* turns = engine.step.rope + engine.step.positions[t] * shape.rope_width;
             const float* query_turns = layer.query_rope < 0 ? nullptr : turns + layer.query_rope;
             const float* key_turns = layer.key_rope < 0 ? nullptr : turns + layer.key_rope;
             if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {
                 normalise_in_place(shape, row, heads * dim, layer.q_norm);
-                normalise_in_place(shape, row + heads * dim, kv_heads * dim, layer.k_norm);
+                normalise_in_place(shape, keys, kv_heads * dim, layer.k_norm);
             }
             for (i64 h = 0; h < heads; ++h)
                 norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), query_turns);
             for (i64 h = 0; h < kv_heads; ++h) {
-                T* key = row + (heads + h) * dim;
+                T* key = keys + h * dim;
                 norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), key_turns);
                 store_token<T, C>(engine, key, key + kv_heads * dim, slots[t], h, layer.cache);
             }

@@ -103,6 +103,7 @@ struct Shape {  // mirrored by native_structs.py
     i64 hidden;
     i64 num_heads;
     i64 num_kv_heads;
+    i64 num_gates;  // of attention's results: one for each head, or 0. They follow q in its rows
     i64 head_dim;
     i64 rotary_dim;
     i64 page_size;
@@ -119,6 +120,8 @@ struct Shape {  // mirrored by native_structs.py
     float embedding_scale;
     float gate_alpha;  // of clamped_mul, as gate_limit
     float gate_limit;
+
+    i64 qkv_size() const { return (num_heads + num_gates + 2 * num_kv_heads) * head_dim; }
 };
 
 // Query tokens of one row that read its keys together: tokens [token, token + count) of the step, at positions
@@ -169,9 +172,10 @@ struct Step {
     bool is_narrowed = false;  // to last_tokens
     bool has_adapters = false;
     std::vector<std::int32_t> adapters;  // if so: of each token, -1 for none
-    // Of an encoder: where its rows start, [rows + 1], and the type of each token.
-    const std::int32_t* row_starts = nullptr;
-    const std::int32_t* token_types = nullptr;
+    const std::int32_t* row_starts = nullptr;  // [rows + 1]
+    const std::int32_t* contexts = nullptr;    // [rows]
+    const std::int32_t* slots = nullptr;       // [rows]
+    const std::int32_t* token_types = nullptr;  // of an encoder: of each token
     std::vector<EncoderItem> encoder_items;
 
     const std::int32_t* pages(i64 group, i64 row) const {
