@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
-_SINKS = "attn_sinks.weight"
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+\.(?:weight|bias))", re.ASCII)
+_PARAMETERS = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+}
+"""Tensors of a layer that are neither weights nor biases of a module in Hugging Face checkpoints."""
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+(?:\.(?:weight|bias))?)", re.ASCII)
 _KINDS = ("weight", "bias")
 
 
@@ -38,8 +43,15 @@ class GgufNames:
         """names are the architecture's names in Hugging Face checkpoints."""
         qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
+        delta_in = ("attn_qkv", "attn_gate") if len(names.delta_in) > 1 else ("ssm_in",)
+        delta_gates = ("ssm_beta", "ssm_alpha") if len(names.delta_gates) > 1 else ("ssm_ba",)
         gate, up = names.expert_gate_up
         modules = {
+            **dict(zip(delta_in, names.delta_in, strict=True)),
+            **dict(zip(delta_gates, names.delta_gates, strict=True)),
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
             "attn_norm": names.attention_norm,
             # gpt-oss has no norm of attention's output, and its norm before the MLP this name.
             "post_attention_norm": names.attention_output_norm or names.mlp_norm,
@@ -101,8 +113,8 @@ class GgufNames:
         if match is None:
             return []
         layer, stem = self.layer.format(match[1]), match[2].removesuffix(f".{kind}")
-        if match[2] == _SINKS:
-            return [f"{layer}self_attn.sinks"]
+        if match[2] in _PARAMETERS:
+            return [f"{layer}{_PARAMETERS[match[2]]}"]
         module = self.modules.get(stem)
         if module is None:
             return []

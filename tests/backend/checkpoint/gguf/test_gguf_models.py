@@ -35,6 +35,7 @@ from tests.backend.checkpoint.gguf.writer import (
     byte_level_vocabulary,
     from_model,
     fuse_qkv,
+    hybrid_tensors,
     interleave,
     text_tensors,
 )
@@ -135,6 +136,9 @@ ARCHITECTURES = {
     "qwen2-vl": "qwen2vl",
     "qwen3-vl": "qwen3vl",
     "qwen3-vl-moe": "qwen3vlmoe",
+    "qwen3-next": "qwen3next",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
     "mixtral": "llama",
     "ministral3": "mistral3",
     "smollm3": "smollm3",
@@ -158,6 +162,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
     "qwen3-moe": {"mlp_only_layers": []},
     "qwen3-vl-moe": {"mlp_only_layers": []},
+    "qwen3-next": {"mlp_only_layers": []},
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
@@ -187,11 +192,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
-    convert = as_converted if preset == "gpt-oss" else text_tensors if "-vl" in preset else dict
-    model, tensors = load_oracle(checkpoint), convert(load_file(checkpoint / "model.safetensors"))
+    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
+    if preset == "gpt-oss":
+        tensors = as_converted(tensors)
+    elif "-vl" in preset:
+        tensors = text_tensors(tensors)
+    elif hasattr(model.config, "linear_num_key_heads"):
+        tensors = hybrid_tensors(tensors, model.config, tiles_heads=preset != "qwen3-next")
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)
+    if preset == "qwen3.5":  # with a layer that predicts further tokens
+        file.metadata |= {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
+        file.tensors["blk.3.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():

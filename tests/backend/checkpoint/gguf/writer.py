@@ -99,7 +99,6 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
@@ -109,6 +108,11 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "rope.freq_base": float(rope["rope_theta"]),
     }
     names = {
+        "feed_forward_length": ("intermediate_size",),
+        "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+        "ssm.state_size": ("linear_key_head_dim",),
+        "ssm.group_count": ("linear_num_key_heads",),
+        "ssm.time_step_rank": ("linear_num_value_heads",),
         "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
         "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
         "attention.sliding_window": ("sliding_window",),
@@ -127,6 +131,9 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         found = [value for name in aliases if (value := getattr(config, name, None)) is not None]
         if found:
             own[key] = found[0]
+    if "ssm.time_step_rank" in own:
+        own["ssm.inner_size"] = config.linear_value_head_dim * config.linear_num_value_heads
+        own["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config.layer_types]
     if "mrope_section" in rope:
         own["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if rope.get("rope_type") == "linear":
@@ -170,6 +177,39 @@ def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             )
             converted |= {f"{base}.experts.{part}.{kind}": matrix.contiguous() for part, matrix in matrices.items()}
     return converted
+
+
+def hybrid_tensors(tensors: dict[str, torch.Tensor], config: Any, *, tiles_heads: bool) -> dict[str, torch.Tensor]:
+    """The tensors of Qwen3-Next, or with tiles_heads of Qwen3.5, as llama.cpp's converter writes them."""
+    num_keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    key_rows = 2 * num_keys * config.linear_key_head_dim
+
+    def tiled(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        order = torch.arange(tensor.shape[dim]).view(num_keys, per_key, -1).transpose(0, 1).flatten()
+        return tensor.index_select(dim, order) if tiles_heads else tensor
+
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        part = name.rpartition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            rows = tensor.flatten(1)
+            found[name] = torch.cat([rows[:key_rows], tiled(rows[key_rows:])])
+        elif part == "in_proj_qkvz.weight":
+            sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
+            *qkv, gates = (rows.flatten(0, 1) for rows in tensor.view(num_keys, -1, tensor.shape[1]).split(sizes, 1))
+            found[name.replace("qkvz", "qkv")] = torch.cat(qkv)
+            found[name.replace("qkvz", "z")] = gates
+        elif part == "A_log":
+            found[name] = -tiled(tensor).exp()
+        elif part == "dt_bias":
+            found[name.replace("dt_bias", "dt_proj.bias")] = tiled(tensor)
+        elif part in ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"):
+            found[name] = tiled(tensor)
+        elif part == "out_proj.weight":
+            found[name] = tiled(tensor, 1)
+        else:
+            found[name] = tensor + 1 if name.endswith("norm.weight") and part == name else tensor
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def text_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
