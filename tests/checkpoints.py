@@ -267,7 +267,9 @@ PRESETS: dict[str, Preset] = {
         {**_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
         text_config="Qwen3_5TextConfig",
     ),
-    "qwen3-next": Preset("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3-next": Preset(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS, "mlp_only_layers": [1]}
+    ),
     "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
@@ -296,7 +298,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe")
+EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe")
 FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

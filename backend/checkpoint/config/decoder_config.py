@@ -138,7 +138,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """q, k and v, or one tensor of all three."""
     delta_in: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Inputs of the convolution, and the gates of results; or one tensor in which each key head has its part of both."""
+    """Inputs of the convolution, and gates of results; or one tensor, with both of each key head in turn."""
     delta_gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     """Strengths of updates, and decays; or one tensor as in delta_in."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -198,7 +198,7 @@ class DecoderConfig:
     sinks: bool = False
     """Each head has a learned score that takes part in the softmax of every query and has no value (gpt-oss)."""
     gated_attention: bool = False
-    """Attention's results are multiplied by sigmoids. In the checkpoint each head's rows of q are followed by its gate's."""
+    """Attention's results are multiplied by sigmoids; in the checkpoint a head's gate follows its q."""
     delta_net: DeltaNet | None = None
     activation: Activation = "silu"
     mlp: MlpKind = "gated"

@@ -169,7 +169,9 @@ def _decoder_config(
 
 def _later_layers(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
     """Beginnings of the names of layers that predict further tokens."""
-    return tuple(f"blk.{index}." for index in range(decoder.num_layers, min(count, decoder.num_layers + _MAX_MTP_LAYERS)))
+    return tuple(
+        f"blk.{index}." for index in range(decoder.num_layers, min(count, decoder.num_layers + _MAX_MTP_LAYERS))
+    )
 
 
 def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,12 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.passes.decoder.row_orders import (
+    delta_gates_order,
+    delta_in_order,
+    qkv_order,
+    rotate_half_order,
+)
 from penstock.backend.passes.ops.interface import (
     Array,
     AttentionLayer,
@@ -29,13 +35,6 @@ from penstock.backend.passes.ops.interface import (
     LinearAdapters,
     Ops,
     Step,
-)
-
-from penstock.backend.passes.decoder.row_orders import (
-    delta_gates_order,
-    delta_in_order,
-    qkv_order,
-    rotate_half_order,
 )
 
 if TYPE_CHECKING:
@@ -174,7 +173,8 @@ class DecoderModel:
     def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
         ops = self._ops
         if layer.attention is None:
-            return self._add_mlp(layer, residual)
+            self._add_mlp(layer, residual)
+            return
         attended = ops.attention(qkv, step, layer.attention)
         if self._config.parallel_blocks:
             # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
@@ -247,7 +247,7 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, p
         attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
         delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
         attention_norm=packed["attention_norm"],
-        qkv=_pack_qkv(config, ops, plain, qkv_order(config) if net is None else delta_in_order(config, net)),
+        qkv=_pack_qkv(ops, plain, qkv_order(config) if net is None else delta_in_order(config, net)),
         output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
@@ -288,7 +288,7 @@ def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpa
     return _delta_ops(ops).pack(weights)
 
 
-def _pack_qkv(config: DecoderConfig, ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
+def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
     bias = plain.take("qkv_bias")
     if order is None:
         return ops.pack_linear(plain.take("qkv"), bias)

@@ -58,7 +58,9 @@ def qwen2_experts(config: HfConfig) -> ExpertLayers:
 
 
 def qwen3_next_experts(config: HfConfig) -> ExpertLayers:
-    return _checked(_with_shared(config, 512, 10, normalises=config.norm_topk_prob is not False), _sparse_layers(config))
+    return _checked(
+        _with_shared(config, 512, 10, normalises=config.norm_topk_prob is not False), _sparse_layers(config)
+    )
 
 
 def qwen35_experts(config: HfConfig) -> ExpertLayers:

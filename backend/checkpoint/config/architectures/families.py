@@ -277,9 +277,7 @@ FAMILIES = {
     ),
     "Qwen3NextForCausalLM": replace(_QWEN35, names=_QWEN3_NEXT_NAMES, experts=qwen3_next_experts),
     "Qwen3_5ForCausalLM": _QWEN35,
-    "Qwen3_5MoeForCausalLM": replace(
-        _QWEN35, experts=qwen35_experts, key_defaults={"intermediate_size": 512}
-    ),
+    "Qwen3_5MoeForCausalLM": replace(_QWEN35, experts=qwen35_experts, key_defaults={"intermediate_size": 512}),
     "MixtralForCausalLM": Family(
         windows=window_nowhere_unless_given,
         names=_MIXTRAL_NAMES,

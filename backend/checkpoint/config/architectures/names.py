@@ -64,9 +64,7 @@ TEXT_PARTS = {
         defaults=_QWEN2_VL_DEFAULTS,
         may_be_flat=True,
     ),
-    "Qwen3_5ForConditionalGeneration": TextPart(
-        {"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False
-    ),
+    "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False),
     "Qwen3_5MoeForConditionalGeneration": TextPart(
         {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False
     ),

@@ -106,10 +106,12 @@ CASES = [
     ("qwen3-moe", torch.float32),
     ("qwen2-moe", torch.bfloat16),
     ("gpt-oss", torch.float32),
+    ("qwen3.5", torch.float32),
+    ("qwen3-next", torch.float32),
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
 a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
-biases of experts."""
+biases of experts; with delta rules, of one with rows in another order."""
 
 
 @pytest.mark.parametrize("mode", MODES)
