@@ -17,8 +17,9 @@ from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, S
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
-from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
