@@ -270,6 +270,12 @@ PRESETS: dict[str, Preset] = {
     "qwen3-next": Preset(
         "Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS, "mlp_only_layers": [1]}
     ),
+    "qwen3.5-moe-vision": Preset(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        {**_HYBRID, **_HYBRID_EXPERTS},
+        text_config="Qwen3_5MoeTextConfig",
+    ),
     "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),

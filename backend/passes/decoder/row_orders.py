@@ -57,4 +57,4 @@ def delta_gates_order(config: DecoderConfig, net: DeltaNet) -> Tensor | None:
 def _by_part(num_groups: int, sizes: list[int]) -> Tensor:
     """Groups of parts of these sizes to parts of all groups."""
     rows = torch.arange(num_groups * sum(sizes)).view(num_groups, -1)
-    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])
+    return torch.cat([part.flatten() for part in torch.split(rows, sizes, dim=1)])

@@ -8,7 +8,7 @@ from penstock.backend.checkpoint.config.decoder_config import DeltaNet
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig
+    from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig, LayerType
 
 
 def attention_alone(config: HfConfig) -> DeltaNet | None:
@@ -20,11 +20,10 @@ def attention_alone(config: HfConfig) -> DeltaNet | None:
 
 def delta_layers(config: HfConfig) -> DeltaNet | None:
     """The rule of Qwen3-Next and Qwen3.5: every full_attention_interval-th layer has attention."""
-    count, types = config.num_hidden_layers, config.layer_types
-    if types is None:
-        types = tuple(
-            "linear_attention" if (i + 1) % config.full_attention_interval else "full_attention" for i in range(count)
-        )
+    count, interval = config.num_hidden_layers, config.full_attention_interval
+    types: tuple[LayerType, ...] = config.layer_types or tuple(
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)
+    )
     if len(types) != count:
         raise StartupError(f"layer_types has {len(types)} entries for {count} layers")
     if "sliding_attention" in types or "full_attention" not in types:

@@ -86,7 +86,8 @@ class TorchDeltaNetOps:
         seen = torch.cat([layer.inputs[slot], mixed[:, None]], dim=1)
         layer.inputs[slot] = seen[:, 1:]
         keys = net.num_key_heads * net.key_dim
-        queries, keys_now, values = functional.silu((seen * weights.conv).sum(1)).split([keys, keys, net.value_size])
+        convolved = functional.silu((seen * weights.conv).sum(1))
+        queries, keys_now, values = torch.split(convolved, [keys, keys, net.value_size])
         query, key = self._of_value_heads(queries) * net.key_dim**-0.5, self._of_value_heads(keys_now)
         state *= (weights.decays * functional.softplus(decay + weights.bias)).exp()[:, None, None]
         known = (state * key[:, :, None]).sum(1)
@@ -94,7 +95,8 @@ class TorchDeltaNetOps:
         state += key[:, :, None] * update[:, None]
         read = (state * query[:, :, None]).sum(1)
         normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + self.norm_eps) * weights.norm
-        return normed.flatten() * functional.silu(gates)
+        result: Tensor = normed.flatten() * functional.silu(gates)
+        return result
 
     def _of_value_heads(self, heads: Tensor) -> Tensor:
         """[num_value_heads, key_dim], each of length 1, from those of key heads."""
