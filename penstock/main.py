@@ -11,6 +11,7 @@ import os
 import select
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -127,10 +128,14 @@ def serve(
         fail("penstock serve", f"the model is given twice: {model} and --model {options.models[0]}", USAGE_STATUS)
     if not options.models and model is not None:
         options = replace(options, models=(model,))
+    _name_unknown_variables("penstock serve")
+    sys.exit(module.serve(one_or_several(options)))
+
+
+def _name_unknown_variables(command: str) -> None:
     product = ["serve", *(name for commands in _PRODUCT.values() for name in commands)]
     for line in unknown_variables(app[name] for name in product):
-        print(f"penstock serve: {line}", file=sys.stderr)
-    sys.exit(module.serve(one_or_several(options)))
+        print(f"{command}: {line}", file=sys.stderr)
 
 
 def _is_given(option: str) -> bool:
@@ -182,6 +187,8 @@ app.register_install_completion_command(help="Writes the completion of this comm
 def main() -> None:
     spare_imports()
     resume_collection()
+    if (command := "".join(sys.argv[1:2])) in _SERVERS:
+        _name_unknown_variables(f"penstock {command}")
     try:
         try:
             app()
@@ -200,6 +207,14 @@ def _reader_is_gone(fd: int) -> bool:
     poll.register(fd, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
+
+def _run_alone(name: str) -> None:
+    _name_unknown_variables(name)
+    import_module(f"penstock.{name}.main").main()
+
+
+backend, frontend = (partial(_run_alone, name) for name in ("backend", "frontend"))
+"""The short commands."""
 
 if __name__ == "__main__":
     main()

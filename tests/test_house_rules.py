@@ -112,7 +112,14 @@ def test_no_decision_is_longer_than_a_paragraph() -> None:
     assert too_long == {}
 
 
-def test_docs_name_tests_that_exist() -> None:
+def test_each_promise_of_reliability_names_its_test_and_docs_name_tests_that_exist() -> None:
+    promises = re.findall(
+        r"^\| (?!event \|)[^|]+\|[^|]+\|([^|]*)\|$",
+        read("docs/reliability.md").partition("Not promised")[0],
+        re.MULTILINE,
+    )
+    assert len(promises) > 10
+    assert all(_TEST_NAME.search(tests) for tests in promises)
     defined = {name for path in sources(".py") if path.startswith("tests/") for name in _TEST.findall(read(path))}
     named = {(page, name) for page in sources(".md") for name in _TEST_NAME.findall(read(page))}
     assert {(page, name) for page, name in named if name not in defined} == set()

@@ -10,12 +10,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from rich.console import Console
 
-import penstock
+import penstock.main
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.model_names import DEMO_MODEL, DEMO_MODEL_DIR
 from penstock.main import app
@@ -163,6 +164,11 @@ def test_variable_that_no_option_reads_is_named(
         "penstock serve: PENSTOCK_PROT in the environment is no option; did you mean PENSTOCK_PORT?\n"
     )
     assert len(served) == 1
+    for name, run_alone in (("backend", penstock.main.backend), ("frontend", penstock.main.frontend)):
+        with monkeypatch.context() as patched:
+            patched.setattr(penstock.main, "import_module", lambda _name: SimpleNamespace(main=lambda: None))
+            run_alone()
+        assert f"{name}: PENSTOCK_PROT in the environment is no option" in capsys.readouterr().err
 
 
 def test_embedding_model_may_be_left_to_the_server(served: list[ServeOptions]) -> None:

@@ -130,7 +130,7 @@ def inspect_model(model: str, /, *, options: InspectOptions = InspectOptions()) 
             described = describe_named_model(model, options.revision, by_own_code=by_own_code)
             name, lines = described.model, _lines(described)
     except StartupError as error:
-        fail("penstock inspect", str(error))
+        fail("penstock show", str(error))
     if options.json:
         print(msgspec.json.encode(described).decode())
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,9 +27,10 @@ _LONGEST_S = 10.0
 """A stream whose tokens are not computed by then moves anyway."""
 _MOVED_TOGETHER = 8
 """Streams. Their first step on the other backend also computes what each has generated since its preparation."""
-_MOST_ROUNDS = 10
 _FEW_TOKENS = 2
 """Tokens of a stream; a step that computes so many is hardly longer than one that computes one."""
+_FEWER = 0.8
+"""Another round follows one that left fewer tokens than this part of what the round before left."""
 _NEXT_TOKEN_S = 0.1
 _LOOK_EVERY_S = 0.001
 _GREEDY = Sampling(temperature=0.0)
@@ -73,11 +75,13 @@ class HandOver:
             if self._source.computes and (target := await self._prepare(group)) is not None:
                 targets[index] = target
         running = {index: target for index, target in targets.items() if any(map(_is_generating, groups[index]))}
-        # Then, a step for all, the tokens generated meanwhile: each round takes less time, so it leaves fewer.
-        for _ in range(_MOST_ROUNDS if running else 0):
-            num_before = self._num_tokens(groups)
+        # Then, all together, the tokens generated meanwhile: each round takes less time, so it leaves fewer.
+        num_left = sys.maxsize
+        while running and num_left > _FEW_TOKENS * len(running):
+            num_before, num_to_beat = self._num_tokens(groups), num_left * _FEWER
             await asyncio.gather(*(self._prepare(groups[index], target) for index, target in running.items()))
-            if self._num_tokens(groups) - num_before <= _FEW_TOKENS * len(running):
+            num_left = self._num_tokens(groups) - num_before
+            if num_left >= num_to_beat:
                 break
         if running:
             await self._next_token(groups)

@@ -321,7 +321,7 @@ def test_hub_model_without_safetensors_is_refused(
     monkeypatch.setattr("penstock.backend.checkpoint.hub.list_sizes", lambda *_: {})
     monkeypatch.chdir(tmp_path)
     assert run("some/model") == 1
-    assert capsys.readouterr().err == "penstock inspect: the hub's model some/model has no safetensors files\n"
+    assert capsys.readouterr().err == "penstock show: the hub's model some/model has no safetensors files\n"
 
 
 @pytest.mark.parametrize("values", [{"num_experts": -1}, {"head_dim": "x"}, {"quantization_config": {"bits": 1.5}}])

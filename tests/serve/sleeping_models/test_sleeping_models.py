@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -89,7 +90,7 @@ def test_models_take_turns_in_memory_for_one(start: Start, directory: Path) -> N
     assert serve.stop() == 0
 
 
-def test_model_that_nobody_needs_falls_asleep_and_a_stream_waits_even_if_its_backend_is_killed(
+def test_model_falls_asleep_and_requests_wait_though_its_backend_is_killed_once_and_get_503_after_twice(
     start: Start, directory: Path
 ) -> None:
     serve = start(
@@ -111,6 +112,15 @@ def test_model_that_nobody_needs_falls_asleep_and_a_stream_waits_even_if_its_bac
         serve.errors.wait_for("model b is awake after ")
         serve.errors.wait_for("model b sleeps after ")
         assert set(states(client).values()) == {"asleep"}
+        killed: set[int] = set()
+        with ThreadPoolExecutor(1) as thread:
+            failing = thread.submit(complete, client, "a")
+            for _ in range(2):
+                wait_until(lambda: set(backends(serve)) - killed, 60.0)
+                (pid,) = set(backends(serve)) - killed
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+        assert failing.result().status_code == 503
     assert serve.stop() == 0
 
 
