@@ -31,13 +31,13 @@ from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
+    add_mtp_layer,
     as_converted,
     byte_level_vocabulary,
+    converted,
     from_model,
     fuse_qkv,
-    hybrid_tensors,
     interleave,
-    text_tensors,
 )
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
@@ -192,19 +192,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
-    model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
-    if preset == "gpt-oss":
-        tensors = as_converted(tensors)
-    elif "-vl" in preset:
-        tensors = text_tensors(tensors)
-    elif hasattr(model.config, "linear_num_key_heads"):
-        tensors = hybrid_tensors(tensors, model.config, tiles_heads=preset != "qwen3-next")
+    model = load_oracle(checkpoint)
+    tensors = converted(ARCHITECTURES[preset], load_file(checkpoint / "model.safetensors"), model.config)
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)
-    if preset == "qwen3.5":  # with a layer that predicts further tokens
-        file.metadata |= {"qwen35.block_count": 4, "qwen35.nextn_predict_layers": 1}
-        file.tensors["blk.3.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
+    if preset == "qwen3.5":
+        add_mtp_layer(file, 3)
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():

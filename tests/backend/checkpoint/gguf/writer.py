@@ -158,6 +158,24 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 
+def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, as llama.cpp's converter changes them before it writes them."""
+    match arch:
+        case "gpt-oss":
+            return as_converted(tensors)
+        case "qwen2vl" | "qwen3vl" | "qwen3vlmoe":
+            return text_tensors(tensors)
+        case "qwen3next" | "qwen35" | "qwen35moe":
+            return hybrid_tensors(tensors, config, tiles_heads=arch != "qwen3next")
+    return tensors
+
+
+def add_mtp_layer(file: GgufFile, number: int) -> None:
+    """Add a layer that predicts further tokens, after the last."""
+    file.metadata |= {f"{file.arch}.block_count": number + 1, f"{file.arch}.nextn_predict_layers": 1}
+    file.tensors[f"blk.{number}.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
+
+
 def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of gpt-oss, as llama.cpp's converter takes them apart: gate and up, outputs before inputs."""
     converted: dict[str, torch.Tensor] = {}
