@@ -65,10 +65,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part = TEXT_PARTS.get(architecture)
-    if part is None:
-        family = FAMILIES[architecture]
-    else:
-        values, family = _text_model(values, architecture, part)
+    values, family = (values, FAMILIES[architecture]) if part is None else _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}

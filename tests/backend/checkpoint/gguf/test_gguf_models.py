@@ -130,6 +130,7 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, 
     assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
 
 
+_SAME = ("gemma", "gemma2", "gemma3", "granite", "cohere2", "starcoder2", "glm4", "gpt-oss", "smollm3")
 ARCHITECTURES = {
     "qwen2-moe": "qwen2moe",
     "qwen3-moe": "qwen3moe",
@@ -140,29 +141,19 @@ ARCHITECTURES = {
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
     "mixtral": "llama",
+    **{name: name for name in _SAME},
     "ministral3": "mistral3",
-    "smollm3": "smollm3",
     "phi3-longrope": "phi3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "cohere": "command-r",
     "cohere-qk-norm": "command-r",
-    "cohere2": "cohere2",
-    "starcoder2": "starcoder2",
     "glm": "chatglm",
-    "glm4": "glm4",
-    "gpt-oss": "gpt-oss",
 }
 """Preset of a checkpoint → architecture of its GGUF file."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
-    "qwen3-moe": {"mlp_only_layers": []},
-    "qwen3-vl-moe": {"mlp_only_layers": []},
-    "qwen3-next": {"mlp_only_layers": []},
+    **dict.fromkeys(("qwen3-moe", "qwen3-vl-moe", "qwen3-next"), {"mlp_only_layers": []}),
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},

@@ -90,6 +90,29 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
     }
 
 
+_KEYS = {
+    "feed_forward_length": ("intermediate_size",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+"""Keys of metadata, and those of config.json with the same value: the first that there is."""
+
+
 def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     """The metadata that llama.cpp's converter writes for a config of transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -107,27 +130,7 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
     }
-    names = {
-        "feed_forward_length": ("intermediate_size",),
-        "ssm.conv_kernel": ("linear_conv_kernel_dim",),
-        "ssm.state_size": ("linear_key_head_dim",),
-        "ssm.group_count": ("linear_num_key_heads",),
-        "ssm.time_step_rank": ("linear_num_value_heads",),
-        "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-        "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
-        "attention.sliding_window": ("sliding_window",),
-        "attn_logit_softcapping": ("attn_logit_softcapping",),
-        "final_logit_softcapping": ("final_logit_softcapping",),
-        "attention.scale": ("attention_multiplier",),
-        "embedding_scale": ("embedding_multiplier",),
-        "residual_scale": ("residual_multiplier",),
-        "logit_scale": ("logits_scaling", "logit_scale"),
-        "expert_count": ("num_experts", "num_local_experts"),
-        "expert_used_count": ("num_experts_per_tok",),
-        "expert_feed_forward_length": ("moe_intermediate_size",),
-        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-    }
-    for key, aliases in names.items():
+    for key, aliases in _KEYS.items():
         found = [value for name in aliases if (value := getattr(config, name, None)) is not None]
         if found:
             own[key] = found[0]
