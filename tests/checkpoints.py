@@ -304,8 +304,11 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe", "qwen3-next", "qwen3.5-moe")
-FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe")
+EXPERT_PRESETS = (
+    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe"),
+    *("qwen3-next", "qwen3.5-moe", "qwen3.5-moe-vision"),
+)
+FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe", "qwen3.5-moe-vision")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -34,7 +34,7 @@ def test_layers_with_experts_match_transformers(architecture: str) -> None:
     model = make_model(architecture).model
     mlps = [layer.mlp for layer in getattr(model, "language_model", model).layers]
     assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
-    everywhere = ("mixtral", "gpt-oss", "qwen3.5-moe")
+    everywhere = ("mixtral", "gpt-oss", "qwen3.5-moe", "qwen3.5-moe-vision")
     assert len(set(config.layer_has_experts)) == (1 if architecture in everywhere else 2)
 
 

@@ -153,7 +153,7 @@ ARCHITECTURES = {
 """Preset of a checkpoint → architecture of its GGUF file."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
-    **dict.fromkeys(("qwen3-moe", "qwen3-vl-moe", "qwen3-next"), {"mlp_only_layers": []}),
+    **{name: {"mlp_only_layers": []} for name in ("qwen3-moe", "qwen3-vl-moe", "qwen3-next")},
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
