@@ -55,11 +55,13 @@ $(PRODUCT): pyproject.toml setup.py constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(DEV): $(PRODUCT)
+# Not after $(PRODUCT), whose packages pip would look at twice.
+$(DEV): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[dev]'
 	# A client that tests use. Its bounds on jiter exclude the openai SDK's present ones; it works with both.
 	$(PIP) --no-deps instructor==1.17.0
-	touch $@
+	touch $(PRODUCT) $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)

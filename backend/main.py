@@ -22,6 +22,9 @@ from types import FrameType
 from penstock.backend.buffers import check_shared_buffers, make_exporter, open_sharing_device
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.pictures.desk import make_picture_desk
+from penstock.backend.engine.pictures.device_turns import DeviceTurns
+from penstock.backend.engine.pictures.tower_thread import TowerThread, start_tower
 from penstock.backend.engine.recorder import Recorder
 from penstock.backend.engine.requests.adapters import AdapterSet
 from penstock.backend.engine.requests.handling import RequestHandling
@@ -144,12 +147,11 @@ def serve(options: BackendOptions) -> None:
         print_plan(plan, settings.host_kv_bytes)
         return
     _check_all_memory(options, plan, memory, settings)
-    _log_plan(plan)
     model_dir = locate_model(options, config_dir)  # downloads only what can be served
     numerics = options.numerics(name) | adopted_choices(settings.device)[0].numerics()
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
-    executor = Executor(options.batch_channel_capacity)
+    executor = Executor(options.batch_channel_capacity, turns := DeviceTurns())
     forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
     check_unchanged(named_adapters(options), card.adapters)
     store = open_pages(options, forward_pass, plan, model_dir, card)
@@ -161,14 +163,16 @@ def serve(options: BackendOptions) -> None:
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events, step_timing = create_kv_events(options, settings, plan), StepTiming()
     scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
+    tower = start_tower(forward_pass, turns, executor.wake)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
     adapters = adapter_set(card, forward_pass, rules)
     requests = RequestHandling.make(
-        link, scheduler, board, _engine_limits(options, card, spec, adapters),
+        link, scheduler, board, _engine_limits(options, card, spec, adapters, tower),
         grammar_queue=grammar_queue, vector_cache=cache, recorder=recorder, step_timing=step_timing,
         restart_grace=grace_at_start(beside_another=options.beside_another),
         make_adapters=lambda table: make_adapter_table(link, table, adapters, forward_pass, executor, rules),
+        make_pictures=lambda delivery: make_picture_desk(tower, spec, scheduler, delivery),
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
@@ -183,10 +187,9 @@ def serve(options: BackendOptions) -> None:
     try:
         engine.run()
     finally:
-        link.close()
-        if compiler is not None:
-            compiler.close()
-        executor.close()
+        for part in (link, compiler, tower, executor):
+            if part is not None:
+                part.close()
     logger.info("drained after %d steps", board.steps)
 
 
@@ -232,11 +235,15 @@ def _log_ready(options: BackendOptions, settings: PassOptions, card: ModelCard, 
 def _check_all_memory(
     options: BackendOptions, plan: KvPlan | WholePlan, memory: MemoryInfo, settings: PassOptions
 ) -> None:
-    """Raises StartupError, and NoRoomBeside if only another backend's memory is missing."""
+    """Log the plan, if there is memory for it.
+
+    Raises StartupError, and NoRoomBeside if only another backend's memory is missing.
+    """
     if options.beside_another:
         check_room_beside(plan, memory, options.kv_budget, settings.device)
     check_memory(plan, memory, settings.device)
     check_host_memory(settings.host_kv_bytes, host_memory())
+    _log_plan(plan)
 
 
 def _load_pass(
@@ -352,7 +359,9 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
     return GrammarCache(CompilePool(tokenizer_json, card.vocab_size, card.eos_token_ids, limits))
 
 
-def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet) -> EngineLimits:
+def _engine_limits(
+    options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet, tower: TowerThread | None
+) -> EngineLimits:
     max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
     return EngineLimits(
         *(card.vocab_size, card.max_context_tokens, options.max_waiting),
@@ -365,6 +374,7 @@ def _engine_limits(options: BackendOptions, card: ModelCard, spec: PassSpec, ada
         pooled=spec.pooled,
         generates=spec.generates,
         adapters=adapters.indexes,
+        tower=None if tower is None else tower.tower,
         unloaded=adapters.unloaded,
     )
 

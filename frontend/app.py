@@ -39,7 +39,7 @@ from penstock.frontend.endpoints.server import adapters, health, metrics, models
 from penstock.frontend.endpoints.server.cancel_request import cancel_request
 from penstock.frontend.endpoints.server.engine_feed import EngineStreams
 from penstock.frontend.endpoints.server.streams import StreamTable
-from penstock.frontend.endpoints.static_files import StaticFiles, manual_routes
+from penstock.frontend.endpoints.static_files import CHAT_POLICY, StaticFiles, manual_routes
 from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.schemas.ignored_fields import IgnoredFields
 from penstock.frontend.settings import WorkerLimits
@@ -149,7 +149,7 @@ def _local_routes() -> dict[str, Methods]:
 
 def _page_routes(documentation: Documentation) -> dict[str, Methods]:
     docs = endpoint_docs
-    chat = StaticFiles("penstock.frontend.endpoints", "chat_page", "/page/")
+    chat = StaticFiles("penstock.frontend.endpoints", "chat_page", "/page/", CHAT_POLICY)
     engine = StaticFiles("penstock.frontend.endpoints.server", "engine_page", "/engine/")
     api = StaticFiles("penstock.frontend.endpoints.docs", "page", "/docs/")
     return {

@@ -222,6 +222,13 @@ PRESETS: dict[str, Preset] = {
         {**_GEMMA_HEADS, "num_hidden_layers": 3, "sliding_window": 16, "layer_types": _ALTERNATING},
         text_config="Gemma3TextConfig",
     ),
+    "idefics3": Preset("Idefics3ForConditionalGeneration", "Idefics3Config", text_config="LlamaConfig"),
+    "smolvlm": Preset("SmolVLMForConditionalGeneration", "SmolVLMConfig", text_config="LlamaConfig"),
+    "internvl": Preset("InternVLForConditionalGeneration", "InternVLConfig", text_config="Qwen2Config"),
+    "llava": Preset("LlavaForConditionalGeneration", "LlavaConfig", text_config="LlamaConfig"),
+    "llava-onevision": Preset(
+        "LlavaOnevisionForConditionalGeneration", "LlavaOnevisionConfig", text_config="Qwen2Config"
+    ),
     "mistral3": Preset(
         "Mistral3ForConditionalGeneration", "Mistral3Config", {"sliding_window": None}, text_config="MistralConfig"
     ),

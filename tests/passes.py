@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.passes.fake import FakePass, PacedFakePass
+from penstock.backend.passes.fake import FakePass, FakeTower, PacedFakePass
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -84,3 +86,30 @@ class SlowestFakePass(PacedFakePass):
     """Slow enough that a hundred streams run when the last one has begun."""
 
     STEP_S = 0.08
+
+
+class _HeldTower(FakeTower):
+    """Says when it encodes a picture, and waits for the file `go`, a few milliseconds at a time."""
+
+    def __init__(self, go: Path) -> None:
+        self._go = go
+
+    def encode(
+        self, pixels: NDArray[np.uint8], grid: tuple[int, int, int], give_way: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        print("encoding", flush=True)
+        while not self._go.exists():
+            give_way()
+            time.sleep(0.005)
+        return super().encode(pixels, grid, give_way)
+
+
+class HeldTowerFakePass(FakePass):
+    """Takes pictures once the file `go` is in the model's directory."""
+
+    @classmethod
+    def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
+        assert model_dir is not None
+        loaded = super().load(model_dir, options)
+        loaded.picture_tower = _HeldTower(model_dir / "go")
+        return loaded

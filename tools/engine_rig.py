@@ -11,10 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
 from penstock.backend.engine.loop import Engine
+from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.engine.recorder import Recorder
+from penstock.backend.engine.requests.delivery import Delivery
 from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
@@ -112,6 +115,7 @@ class EngineRig:
         grammar_queue: GrammarQueue | None = None,
         vector_cache: VectorCache | None = None,
         recorder: Recorder | None = None,
+        make_pictures: Callable[[ISequenceScheduler, Delivery], PictureDesk | None] = lambda _, __: None,
     ) -> None:
         self.board = board or BackendBoard.create()
         self.scheduler: ISequenceScheduler = sizes.make_scheduler(pool or PagePool(sizes.num_pages))
@@ -125,6 +129,7 @@ class EngineRig:
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             recorder=recorder,
+            make_pictures=partial(make_pictures, self.scheduler),
         )
         self.engine = Engine(
             link, executor, self.scheduler, builder, self.requests, self.board, clock, step_timing=step_timing

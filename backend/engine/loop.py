@@ -73,7 +73,7 @@ class Engine:
         self._vector_delivery = requests.vector_delivery
         self._canceller = requests.canceller
         self._streams = requests.streams
-        self._adapters = requests.adapters
+        self._adapters, self._pictures = requests.adapters, requests.pictures
         self._board = board
         self._clock = clock
         self._step_timing = step_timing or requests.step_timing
@@ -145,7 +145,11 @@ class Engine:
                 raise ExecutorFailed("the device is lost") from result.error
         self._intake.readmit_separated()
         self._intake.admit_after_grace()
+        if self._pictures is not None:
+            self._pictures.take_results()
         self.plan_due_s = self._plan_steps()
+        if self._pictures is not None:
+            self._pictures.start_next()
         self._ended_s = 0.0
         for sequence in self._scheduler.take_preempted():
             if self._recorder is not None:

@@ -260,7 +260,8 @@ class Recorder:
                 message.adapter,
             )
         )
-        if self._with_tokens and submission.embeddings is None:
+        has_pictures = isinstance(message, TextHeader) and bool(message.pictures)
+        if self._with_tokens and submission.embeddings is None and not has_pictures:
             if isinstance(message, Generate):
                 message = msgspec.structs.replace(message, output=None, linger=None)
             # The tokens may be in memory that the frontend reuses, so they are copied beside the message.

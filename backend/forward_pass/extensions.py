@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     import numpy as np
@@ -148,6 +149,37 @@ class IFindsSharedWeights(Protocol):
 
     def shared_bytes(self, model_dir: Path, options: PassOptions) -> int:
         """Bytes of weights that `load` would map: they take no further memory. 0 if it would load them."""
+
+
+PICTURE_CACHE_BYTES = 256_000_000
+"""Embeddings of pictures that the engine keeps in the host's memory; a pass on the CPU counts them in its workspace."""
+
+
+class PictureTower(Protocol):
+    """Turns pictures into embeddings. Threads other than the pass's use it, one at a time."""
+
+    @property
+    def max_picture_bytes(self) -> int: ...
+
+    def num_tokens(self, shape: tuple[int, ...], grid: tuple[int, int, int]) -> int:
+        """The number of embeddings of a picture. Raises ValueError for one that the model does not take."""
+
+    def encode(
+        self, pixels: NDArray[np.uint8], grid: tuple[int, int, int], give_way: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        """Embeddings [num_tokens, embedding_size] of `Picture.pixels`; the same bits for the same picture.
+
+        Calls give_way between its layers, which lets steps go first and may raise.
+        """
+
+
+@runtime_checkable
+class IEncodesPictures(Protocol):
+    """Optional interface of a pass with an embedding_size: prompts may contain pictures."""
+
+    @property
+    def picture_tower(self) -> PictureTower | None:
+        """None if the model takes none."""
 
 
 def read_host_logits(forward_pass: IBatchedForwardPass, logits: Any) -> NDArray[np.float32]:

@@ -48,7 +48,7 @@ class PassSpec:
     """The pass applies DRY, XTC, top-n-sigma and dynamic temperature, as `HostSampling` does. Otherwise requests for
     them are refused."""
     embedding_size: int = 0
-    """Width of prompts that are embeddings, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
+    """Width of embeddings in prompts, see `StepBatch.embeddings`; 0 if the pass takes none. A pass that is
     IDeviceLogits receives them on the device and on the host, others on the host only."""
     kv_windows: tuple[int | None, ...] = (None,)
     """One entry for each group of layers with its own pages; the groups take equal parts of kv_bytes_per_token.
@@ -71,6 +71,10 @@ class PassSpec:
     """The pass samples tokens. One that only pools never gets logit_rows; its vocab_size bounds the token ids."""
     adapter_ranks: tuple[int, ...] = ()
     """The rank of each of PassOptions.adapters, which weight_bytes includes. Empty if the pass applies none."""
+    max_picture_bytes: int = 0
+    """The most pixels of one picture, for a pass that is IEncodesPictures; 0 if it takes none."""
+    picture_bytes: int = 0
+    """The part of weight_bytes and workspace_bytes that pictures take: the tower, its activations, embeddings."""
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
     alone. Never with state_bytes_per_sequence, because a state does not go back."""

@@ -3,14 +3,19 @@
 Its "model" is a hash. The KV cache holds, for each position, the sum of the hashes of all tokens up to it; the next
 token is derived from that sum. So a token depends on every token before it, read through the page table: an engine that
 mixes up pages, positions or slots gives other tokens. An embedding counts as the token that
-`embedded_token` derives from its bytes. An adapter adds its own number to each token's hash.
+`embedded_token` derives from its bytes. An adapter adds its own number to each token's hash. With a vision_config in
+config.json it takes pictures: `FakeTower` makes one token of each _TOKEN_PIXELS bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,8 +32,35 @@ ADAPTER_STEP = 0x1234567
 EMBEDDING_SIZE = 4
 
 
+_TOKEN_PIXELS = 64
+_MAX_PICTURE_BYTES = 1 << 20
+
+
 class _Config(msgspec.Struct):
     vocab_size: int
+    vision_config: dict[str, Any] | None = None
+
+
+class FakeTower:
+    """Embeddings from the bytes of a picture. Each depends on all of them."""
+
+    max_picture_bytes = _MAX_PICTURE_BYTES
+    num_layers = 4
+
+    def num_tokens(self, shape: tuple[int, ...], grid: tuple[int, int, int]) -> int:
+        if grid[0] != 1:
+            raise ValueError(f"its grid is {grid}; this model takes no videos")
+        return -(-math.prod(shape) // _TOKEN_PIXELS)
+
+    def encode(
+        self, pixels: NDArray[np.uint8], grid: tuple[int, int, int], give_way: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        for _ in range(self.num_layers):
+            give_way()
+        digest = hashlib.sha256(pixels.tobytes() + repr((pixels.shape, grid)).encode()).digest()
+        values = np.frombuffer(digest, np.uint8)[: 4 * EMBEDDING_SIZE].astype(np.float32).reshape(EMBEDDING_SIZE, -1)
+        places = np.arange(self.num_tokens(pixels.shape, grid), dtype=np.float32)
+        return values @ np.array([1, 256, 65_536, 0], np.float32) + places[:, None]
 
 
 def position_hashes(token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -44,7 +76,7 @@ def embedded_token(row: NDArray[np.float32]) -> int:
     return zlib.crc32(row.tobytes()) >> 1
 
 
-def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
+def _spec(vocab_size: int, num_adapters: int = 0, max_picture_bytes: int = 0) -> PassSpec:
     return PassSpec(
         vocab_size,
         _MAX_CONTEXT_TOKENS,
@@ -53,17 +85,22 @@ def _spec(vocab_size: int, num_adapters: int = 0) -> PassSpec:
         has_llama_cpp_sampling=True,
         embedding_size=EMBEDDING_SIZE,
         adapter_ranks=(1,) * num_adapters,
+        max_picture_bytes=max_picture_bytes,
         verifies_drafts=True,
     )
 
 
 def fake_vocab_size(model_dir: Path | None) -> int:
     """The checkpoint's vocabulary size, or a default. Raises StartupError."""
+    return _read_config(model_dir).vocab_size
+
+
+def _read_config(model_dir: Path | None) -> _Config:
     if model_dir is None:
-        return _DEFAULT_VOCAB_SIZE
+        return _Config(_DEFAULT_VOCAB_SIZE)
     path = model_dir / "config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Config).vocab_size
+        return msgspec.json.decode(path.read_bytes(), type=_Config)
     except (OSError, msgspec.MsgspecError) as error:
         raise StartupError(f"{path}: {error}") from None
 
@@ -71,19 +108,31 @@ def fake_vocab_size(model_dir: Path | None) -> int:
 class FakePass(HostSampling):
     """A fake pass. vocab_size is that of the checkpoint's config.json, or 4096 without a checkpoint."""
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_running: int,
+        host_kv_bytes: int = 0,
+        num_adapters: int = 0,
+        tower: FakeTower | None = None,
+    ) -> None:
         super().__init__(vocab_size, max_running)
         self._host_kv_bytes = host_kv_bytes
-        self.spec = _spec(vocab_size, num_adapters)
+        self.picture_tower = tower
+        self.spec = _spec(vocab_size, num_adapters, 0 if tower is None else tower.max_picture_bytes)
         self._sums = self._saved_sums = np.zeros((0, 0), np.uint64)
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        return _spec(fake_vocab_size(model_dir), len(options.adapters))
+        config = _read_config(model_dir)
+        takes_pictures = config.vision_config is not None
+        return _spec(config.vocab_size, len(options.adapters), _MAX_PICTURE_BYTES if takes_pictures else 0)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> FakePass:
-        return cls(fake_vocab_size(model_dir), options.max_running, options.host_kv_bytes, len(options.adapters))
+        config = _read_config(model_dir)
+        tower = None if config.vision_config is None else FakeTower()
+        return cls(config.vocab_size, options.max_running, options.host_kv_bytes, len(options.adapters), tower)
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         if kv_dtype != "fp32":

@@ -7,6 +7,7 @@ from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.step_plan import Chunk
 from penstock.backend.scheduling.tenants import PREFILL_COST, Tenants
 from penstock.backend.scheduling.wait_queue import Passed, WaitQueue
+from penstock.backend.sequences.pictures import PictureKey
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.tenant_account import TenantAccount
 
@@ -19,6 +20,57 @@ _LOOK_AGAIN_STEPS = 16
 """A sequence that does not fit is tried again after this many steps: more of its prefix may be cached by then."""
 
 
+class AwaitedPictures:
+    """A running sequence computes its prompt up to the next picture that is not encoded. One that would begin there
+    does not start: it leaves the queue until the picture is encoded, so others pass it, and it holds no slot."""
+
+    def __init__(self, running: RunningSequences, waiting: WaitQueue, tenants: Tenants) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._tenants = tenants
+        self.num_sequences = 0
+        """Sequences with pictures that have not ended; kept by the scheduler."""
+
+    def keeps_waiting(self, sequence: Sequence, num_computed: int) -> bool:
+        """Whether a sequence that `head` or `passed` has returned cannot start after so many tokens. Then it is taken
+        out of its line until `release`."""
+        missing = None if sequence.pictures is None else sequence.pictures.missing_from(num_computed)
+        if missing is None or missing[1] > num_computed:
+            return False
+        self._waiting.take(sequence)
+        self._waiting.awaiting[sequence] = missing[0]
+        return True
+
+    def release(self, key: PictureKey) -> None:
+        """The picture has been encoded, or cannot be: the sequences that wait for it are looked at again."""
+        awaiting = self._waiting.awaiting
+        for sequence in [sequence for sequence, other in awaiting.items() if other == key]:
+            del awaiting[sequence]
+            self._waiting.put(sequence)
+
+    def missing(self) -> list[tuple[Sequence, PictureKey]]:
+        """Sequences with the next picture that each needs and that is not encoded. Those of tenants that have received
+        less come first."""
+        missing = list(self._waiting.awaiting.items())
+        missing += [
+            (sequence, found[0])
+            for sequence in self._running.sequences
+            if sequence.pictures is not None and (found := sequence.pictures.missing_from(sequence.num_computed))
+        ]
+        missing.sort(key=lambda entry: (entry[0].account.service, entry[0].turn))
+        return missing
+
+    def needed(self) -> set[PictureKey]:
+        """The encoded pictures that running sequences need next."""
+        running = [(each.pictures, each.num_computed) for each in self._running.sequences]
+        return {key for pictures, first in running if pictures is not None for key in pictures.needed_from(first)}
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Its tenant is served with the encoding of a picture."""
+        if self._tenants.are_several:
+            self._tenants.charge(sequence.account, num_tokens * PREFILL_COST)
+
+
 class Admission:
     """Starts waiting sequences as slots, pages and the token budget allow, between `begin_plan` and `end_plan`."""
 
@@ -28,6 +80,7 @@ class Admission:
         waiting: WaitQueue,
         tenants: Tenants,
         preemption: Preemption,
+        pictures: AwaitedPictures,
         max_park_steps: int,
     ) -> None:
         """A sequence that waits for another's prefix does so while the prefix grows within max_park_steps steps."""
@@ -38,6 +91,7 @@ class Admission:
         self._waiting = waiting
         self._tenants = tenants
         self._preemption = preemption
+        self._pictures = pictures
         self._max_park_steps = max_park_steps
         self._num_plans = 0
         self.newcomers: list[Chunk] = []
@@ -132,6 +186,8 @@ class Admission:
             self._waiting.take(sequence)
             self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
             return budget
+        if self._pictures.keeps_waiting(sequence, num_available):
+            return budget
         # All its known tokens and the next one must fit now, and so must the pages that others take before its
         # first step is applied. Otherwise it could be preempted before it makes progress.
         num_tokens = min(len(sequence.tokens) + 1, sequence.max_total_tokens)
@@ -146,15 +202,17 @@ class Admission:
             if not self._waiting.is_next(sequence):  # the preemption has unparked one that comes before it
                 return budget
             return self._start_if_it_fits(sequence, budget, in_parts=in_parts)
+        may_copy = num_left > 0 or not self._pool.is_idle(prefix.copy_source)
+        if not may_copy and self._pictures.keeps_waiting(sequence, num_available - prefix.num_copied_tokens):
+            return budget
         passes, num_available = list(self._waiting.passed_before(sequence)), self._pool.num_available
         self._waiting.take(sequence)
         sequence.goes_first = False
         sequence.account.leave_round(sequence.group, sequence.round, has_started=True)
-        may_copy = num_left > 0 or not self._pool.is_idle(prefix.copy_source)
         self._running.start(sequence, prefix, num_new, may_copy=may_copy)
         for other in passes:
             other.parking.num_pages_passed += num_available - self._pool.num_available
-        num_missing = sequence.num_given_tokens - sequence.num_computed
+        num_missing = sequence.num_ready_tokens - sequence.num_computed
         grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
         self.newcomers.append((sequence, grant))
         if self._tenants.are_several:

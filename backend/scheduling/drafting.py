@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Protocol
 
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
@@ -68,7 +69,8 @@ class Drafting:
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
         chances = sequence.guesser.chances(len(guess)) if guess else []
-        return list(zip(guess, chances, strict=True))[num_coming:end]
+        chosen = list(zip(guess, chances, strict=True))[num_coming:end]
+        return chosen if sequence.pictures is None else list(takewhile(_is_word, chosen))
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""
@@ -94,6 +96,11 @@ class Drafting:
 def may_have_drafts(sequence: Sequence) -> bool:
     """Log probabilities, and logits for clients, are those of one token a row."""
     return sequence.sampling.num_logprobs < 0 and sequence.output is None and sequence.embeddings is None
+
+
+def _is_word(entry: tuple[int, float]) -> bool:
+    """It is no token of a picture."""
+    return entry[0] >= 0
 
 
 def _forced(sequence: Sequence) -> list[int]:

@@ -12,7 +12,7 @@ from collections import deque
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.scheduling.admission import Admission
+from penstock.backend.scheduling.admission import Admission, AwaitedPictures
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.outlook import Outlook
 from penstock.backend.scheduling.preemption import Preemption
@@ -55,7 +55,10 @@ class Scheduler:
         self._waiting = WaitQueue(self._tenants)
         self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
         self._preemption = Preemption(self._running, self._waiting, self._tenants)
-        self._admission = Admission(self._running, self._waiting, self._tenants, self._preemption, max_park_steps)
+        self.pictures = AwaitedPictures(self._running, self._waiting, self._tenants)
+        self._admission = Admission(
+            self._running, self._waiting, self._tenants, self._preemption, self.pictures, max_park_steps
+        )
         self._max_batch_tokens = max_batch_tokens
         self._bisections: deque[list[tuple[Sequence, int]]] = deque()
         """Parts of failed steps: sequences, each with the number of tokens that it had after the step. A part runs
@@ -86,6 +89,7 @@ class Scheduler:
             self._tenants.close(account)
             raise
         self._num_added += 1
+        self.pictures.num_sequences += sequence.pictures is not None
         self._num_precedences_left -= goes_first
         self._outlook = None
 
@@ -96,6 +100,7 @@ class Scheduler:
         if sequence.order < 0:  # it was never added
             return
         self._outlook = None
+        self.pictures.num_sequences -= sequence.pictures is not None
         if sequence in self._running.sequences:
             self._waiting.unpark(self._running.stop(sequence))
         else:
@@ -157,7 +162,8 @@ class Scheduler:
         for sequence in self._running.sequences:
             end = sequence.num_computed + 1
             if end <= sequence.num_given_tokens:
-                if end < sequence.num_given_tokens or not sequence.awaits_mask:
+                is_ready = end < sequence.num_given_tokens or not sequence.awaits_mask
+                if is_ready and end <= sequence.num_ready_tokens:
                     unfinished.append(sequence)
             elif end >= sequence.max_total_tokens:
                 continue  # the very last token is never computed: nothing follows it
@@ -206,7 +212,7 @@ class Scheduler:
             if may_admit:
                 budget = self._admission.admit(budget, before=unfinished)
                 unfinished = [sequence for sequence in unfinished if sequence.slot is not None]
-        needs = [sequence.num_given_tokens - sequence.num_computed for sequence in unfinished]
+        needs = [sequence.num_ready_tokens - sequence.num_computed for sequence in unfinished]
         num_of_first = len(unfinished)
         if self._tenants.are_several:
             num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
@@ -235,6 +241,7 @@ class Scheduler:
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
+                end = min(end, sequence.num_ready_tokens)
                 if not sequence.ended and (length := min(end - sequence.num_computed, budget)) > 0:
                     chunks.append((sequence, length))
                     budget -= length

@@ -1,5 +1,5 @@
-"""Sequences that wait to be admitted: in their tenant's queue, set aside because they do not fit, or parked until
-another sequence has computed their prefix."""
+"""Sequences that wait to be admitted: in their tenant's queue, set aside because they do not fit, parked until another
+sequence has computed their prefix, or kept until a picture is encoded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from penstock.backend.kv_cache.prefix_cache import Awaited
 from penstock.backend.scheduling.tenant_line import TenantLine, Turn, WaitingTenants, expected_cost
 from penstock.backend.scheduling.tenants import Tenants
+from penstock.backend.sequences.pictures import PictureKey
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.tenant_account import TenantAccount
 
@@ -31,7 +32,8 @@ class Passed:
 
 
 class WaitQueue:
-    """Each waiting sequence is here once: in its tenant's line, among the passed ones, or parked under one key.
+    """Each waiting sequence is here once: in its tenant's line, among the passed ones, parked under one key, or
+    it awaits a picture.
 
     The cost of a call grows with the logarithm of the number of waiting sequences and tenants.
 
@@ -54,11 +56,13 @@ class WaitQueue:
         self._passed: dict[Sequence, Passed] = {}
         self._parked: dict[Awaited, dict[Sequence, None]] = {}
         self._key_of: dict[Sequence, Awaited] = {}
+        self.awaiting: dict[Sequence, PictureKey] = {}
+        """Sequences whose next token is one of a picture that is not encoded; kept by `AwaitedPictures`."""
         self._deadlines: deque[tuple[int, Sequence]] = deque()
         """(deadline step, sequence), oldest first; entries may be stale."""
 
     def __len__(self) -> int:
-        return self._num_queued + len(self._passed) + len(self._key_of)
+        return self._num_queued + len(self._passed) + len(self._key_of) + len(self.awaiting)
 
     @property
     def num_parked(self) -> int:
@@ -215,7 +219,7 @@ class WaitQueue:
             self._remove_parked(key, sequence)
         elif sequence in self._passed:
             self._unpass(sequence)
-        else:
+        elif self.awaiting.pop(sequence, None) is None:
             self._remove(sequence)
 
     # Quotes
@@ -226,7 +230,7 @@ class WaitQueue:
         Each is charged when it starts, for its `expected_cost`. Parked and passed ones came before; preemption for a
         tenant under its share is not predicted.
         """
-        ahead = itertools.chain(self._first, self._passed, self._key_of)
+        ahead = itertools.chain(self._first, self._passed, self._key_of, self.awaiting)
         found = list(itertools.islice(ahead, count))
         turns = [(account.service, line.number, account) for account, line in self._lines.items()]
         heapq.heapify(turns)
@@ -245,7 +249,7 @@ class WaitQueue:
 
     def num_before(self, sequence: Sequence, turn: Turn, account: TenantAccount, tenants: WaitingTenants) -> int:
         """The number of sequences that are expected to start before one that waits, or would wait, with this turn."""
-        ahead = [*self._first, *self._passed, *self._key_of]
+        ahead = [*self._first, *self._passed, *self._key_of, *self.awaiting]
         if sequence in ahead:
             return ahead.index(sequence)
         line, num_own, service = self._lines.get(account), 0, account.service
@@ -260,7 +264,8 @@ class WaitQueue:
 
     def sequences(self) -> list[Sequence]:
         """All waiting sequences, in no particular order."""
-        return [*itertools.chain(self._first, *self._lines.values()), *self._passed, *self._key_of]
+        queued = itertools.chain(self._first, *self._lines.values())
+        return [*queued, *self._passed, *self._key_of, *self.awaiting]
 
     def parked(self) -> list[Sequence]:
         return list(self._key_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE, SamplingParams
+from penstock.backend.sequences.pictures import SequencePictures
 from penstock.backend.sequences.prompt_lookup import Guesser
 from penstock.backend.sequences.subscribers import Subscriber, Subscribers
 from penstock.backend.sequences.tenant_account import NOBODY, Group
@@ -133,6 +134,7 @@ class Sequence:
         "output",
         "parking",
         "past_logprobs",
+        "pictures",
         "pooled",
         "queue_s",
         "rank",
@@ -164,8 +166,7 @@ class Sequence:
         constraints: SequenceConstraints | None = None,
     ) -> None:
         # Tokens
-        self.tokens = array("i", tokens)
-        self.num_prompt_tokens = num_prompt_tokens
+        self.tokens, self.num_prompt_tokens = array("i", tokens), num_prompt_tokens
         self.sampling = sampling
         self.salt = salt
         """Keeps tenants, and sequences with other adapters, apart in the prefix cache."""
@@ -183,6 +184,7 @@ class Sequence:
         """Its result is a vector, and this says which: kind and second_start are those of all subscribers."""
         self.embeddings: Loan | None = None
         """The prompt, if it is given as embeddings. The link ends the loan with the request."""
+        self.pictures: SequencePictures | None = None  # in the prompt
         # Delivery
         self.subscribers = Subscribers()
         self.past_logprobs: list[EventLogprobs] | None = None
@@ -287,6 +289,13 @@ class Sequence:
             self.subscriber_ids = tuple((subscriber.frontend, subscriber.request_id) for subscriber in self.subscribers)
         has_logprobs = self.sampling.num_logprobs >= 0
         self.fast_path_until = 0 if has_logprobs else min(self.kv.next_page_end, self.subscribers.first_end)
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """First given tokens that steps can compute now: up to a picture without embeddings."""
+        if self.pictures is None:
+            return self.num_given_tokens
+        return self.pictures.ready_end(self.num_computed, self.num_given_tokens)
 
     @property
     def awaits_mask(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 from penstock.backend.sequences.resumable_stream import ResumableChoice
 from penstock.shm.link.events import Submission
-from penstock.shm.messages import Generate, Pooled, PromptHeader
+from penstock.shm.messages import ArenaRef, Generate, Picture, Pooled, PromptHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,9 @@ class Subscriber:
     """It receives how much of the prompt is computed, until its first token."""
     prediction: Prediction | None = None
     """Compared with the actual times; None for most requests."""
+    pictures: tuple[Picture, ...] = ()
+    read_pixels: Callable[[ArenaRef], memoryview] | None = None
+    """Reads the pixels of its pictures, as long as it is open."""
     resumable: ResumableChoice | None = None
     """The part of the request that outlives its reader, if it lingers."""
 
@@ -65,7 +69,14 @@ class Subscriber:
         message, deadline_s = submission.message, submission.deadline_s(arrived_s)
         name, num_tokens = (submission.frontend, message.request_id), len(submission.tokens) // 4
         limits = max_total_tokens, stop_token_ids
-        return cls(*name, *limits, num_tokens, arrived_s, deadline_s, tenant=message.tenant)
+        subscriber = cls(*name, *limits, num_tokens, arrived_s, deadline_s, tenant=message.tenant)
+        subscriber.note_pixels(submission)
+        return subscriber
+
+    def note_pixels(self, submission: Submission[PromptHeader]) -> None:
+        """The pixels of its pictures are those of this submission."""
+        if isinstance(submission.message, Generate):
+            self.pictures, self.read_pixels = submission.message.pictures, submission.read_pixels
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

@@ -73,6 +73,7 @@ def make_card(
         aliases=names.aliases,
         traits=(*settings.items(), *_file_traits(model_dir)),
         adapters=names.adapters,
+        max_picture_bytes=spec.max_picture_bytes,
     )
     encoded = encode(card)
     if len(encoded) > MAX_CARD_BYTES:

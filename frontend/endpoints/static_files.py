@@ -19,6 +19,7 @@ _POLICY = (
     b"manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     b"require-trusted-types-for 'script'; trusted-types dompurify"
 )
+CHAT_POLICY = _POLICY.replace(b"img-src 'self'", b"img-src 'self' blob:")  # blobs are pictures that the reader attached
 _MANUAL_POLICY = (
     b"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     b"connect-src 'self'; worker-src 'self' blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -57,9 +58,8 @@ class StaticFiles:
     async def _respond(self, exchange: Exchange, name: str) -> None:
         if name not in self.files:
             raise ApiError(ErrorKind.UNKNOWN_PATH, f"no such path: {shorten(exchange.path)}; /docs lists the endpoints")
-        content_type = self._types[name.rpartition(".")[2]]
-        if content_type.startswith("text/"):
-            content_type += "; charset=utf-8"
+        kind = self._types[name.rpartition(".")[2]]
+        content_type = f"{kind}; charset=utf-8" if kind.startswith("text/") else kind
         await exchange.respond(200, self.files[name].read_bytes(), self._headers, content_type=content_type.encode())
 
 

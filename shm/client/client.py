@@ -95,8 +95,7 @@ class BackendClient:
         self._held = QueuedRequests(
             self._streams, self._outbox, max_held, hold_timeout_s, is_ready=lambda: self.ready, send=self._send
         )
-        self._streams.on_shutting_down = self._wait_for_next_backend
-        self._streams.on_adapters = self._take_adapters
+        self._streams.on_shutting_down, self._streams.on_adapters = self._wait_for_next_backend, self._take_adapters
         self._resubmission = Resubmission(self._streams, self._outbox, self._held, self._counters, resume_timeout_s)
         self._next_send: asyncio.Handle | None = None
         self._membership = membership
@@ -315,6 +314,7 @@ class BackendClient:
             message = msgspec.structs.replace(message, **loans)
         stream = kind(message, tokens, self._abandon, request.deadline_s, turns=self._turns, group=request.group)
         stream.loans = list(loans.values())
+        stream.pixels = request.pixels
         return self._open(stream, is_ready=is_ready)
 
     def _open(self, stream: StreamT, *, is_ready: bool) -> StreamT:
@@ -358,7 +358,7 @@ class BackendClient:
     def _attach(self, session: Session) -> None:
         self._capacity.outage.end()
         self._counters.move_to(session.board)
-        self._streams.buffers = session.buffers
+        self._streams.buffers, self._streams.free_pixels = session.buffers, session.free_pixels
         self._resubmission.stop_waiting()
         previous, self._model = self._model, session.model
         if previous is None or previous.identity == session.model.identity:
@@ -374,7 +374,7 @@ class BackendClient:
     def _detach(self) -> None:
         self._capacity.outage.begin()
         # Shared buffers go with the session, and with them the streams that use some.
-        self._streams.buffers = None
+        self._streams.buffers, self._streams.free_pixels = None, lambda _: None
         self._streams.room.set()
         for stream in self._streams:
             if stream.is_bound:

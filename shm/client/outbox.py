@@ -23,6 +23,7 @@ from penstock.shm.messages import (
     BufferRef,
     FailureCode,
     Finish,
+    Generate,
     Keep,
     Pool,
     PromptHeader,
@@ -40,11 +41,13 @@ class Outbox:
     def __init__(self, streams: OpenStreams) -> None:
         self._streams = streams
         self._items: deque[OpenStream | tuple[int, Keep]] = deque()
+        self._aside: deque[OpenStream] = deque()
+        """Streams whose pictures find no room, in order. Others pass them: room comes when an answer ends."""
         self.is_blocked = False
         """The link or the arena did not take the first message."""
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._items) + len(self._aside)
 
     def submit(self, stream: OpenStream) -> None:
         stream.is_queued = True
@@ -57,16 +60,18 @@ class Outbox:
     def forget(self, streams: Collection[OpenStream]) -> None:
         """Drop streams that another client submits."""
         self._items = deque(item for item in self._items if isinstance(item, tuple) or item not in streams)
+        self._aside = deque(stream for stream in self._aside if stream not in streams)
 
     def clear(self) -> None:
         self._items.clear()
+        self._aside.clear()
         self.is_blocked = False
 
     def send(self, session: Session) -> bool:
         """Send until the link takes no more, about _MAX_AT_ONCE items at most. Return whether some are left to send at
         once."""
         num_left = _MAX_AT_ONCE
-        while self._items and num_left > 0:
+        while num_left > 0 and self._find_next(session):
             num_done = self._send_next(session)
             self.is_blocked = not num_done
             if self.is_blocked:
@@ -77,6 +82,33 @@ class Outbox:
                     item.is_queued = False
         self.is_blocked = False
         return bool(self._items)
+
+    def _find_next(self, session: Session) -> bool:
+        """Whether an item is due. The first that has no room for its pictures is set aside."""
+        if self._aside and not self._lacks_room(session, self._aside[0]):
+            self._items.appendleft(self._aside.popleft())
+            return True
+        while self._items and not isinstance(item := self._items[0], tuple) and self._lacks_room(session, item):
+            self._aside.append(item)
+            self._items.popleft()
+        return bool(self._items)
+
+    def _lacks_room(self, session: Session, stream: OpenStream) -> bool:
+        if (
+            not stream.pixels
+            or not isinstance(stream.message, Generate)
+            or stream.finish is not Finish.NONE
+            or _has_expired(stream)
+        ):
+            return False
+        if session.has_room(stream.pixels):
+            return False
+        if session.has_room(stream.pixels, when_empty=True):
+            return True
+        num_bytes = sum(map(len, stream.pixels))
+        stream.note_failure(FailureCode.BAD_PICTURE, text=f"the pictures have {num_bytes} bytes of pixels: too many")
+        self._streams.finish(stream, Finish.REJECTED)
+        return False
 
     def _send_next(self, session: Session) -> int:
         """Send the first item, together with streams behind it that fit its message. Return the number of items that
@@ -112,7 +144,7 @@ class Outbox:
             self._streams.fail(stream, FailureCode.CONTEXT_TOO_LONG, Finish.REJECTED, limit)
             return True
         try:
-            return session.send_prompt(message, stream.tokens)
+            return session.send_prompt(message, stream.tokens, stream.pixels)
         except ArenaFull:
             return False
 

@@ -23,6 +23,7 @@ from penstock.shm.messages import (
     Generate,
     Grammar,
     Linger,
+    Picture,
     Pooled,
     QuoteTerms,
     Request,
@@ -45,6 +46,7 @@ _STRUCT_FIELDS: dict[str, type[Struct]] = {
     "target": RequestName,
     "linger": Linger,
     "question": StreamQuestion,
+    "pictures": Picture,
 }
 
 RequestT = TypeVar("RequestT", bound=Request)
@@ -86,6 +88,10 @@ class GenerationRequest:
     reports_progress: bool = False
     """Batches without tokens say how much of the prompt is computed, until the first token comes."""
     linger: Linger | None = None
+    pictures: tuple[Picture, ...] = ()
+    """Without `Picture.pixels`."""
+    pixels: tuple[bytes, ...] = ()
+    """The pixels of each picture, kept until the request ends."""
     adapter: str = ""
     """An `adapter_id` of the model card's adapters."""
 
@@ -103,6 +109,8 @@ class GenerationRequest:
         """Return the prompt's ids (`request.prompt_tokens`). Raises ValueError."""
         if self._has_embeddings and self.num_prompt_logprobs >= 0:
             raise ValueError(f"num_prompt_logprobs is {self.num_prompt_logprobs}; with embeddings only -1 is allowed")
+        if len(self.pictures) != len(self.pixels):
+            raise ValueError(f"{len(self.pictures)} pictures with pixels of {len(self.pixels)}")
         return prompt_tokens(self.token_ids)
 
     def to_message(self, request_id: int, num_prompt_tokens: int) -> Generate:
@@ -122,6 +130,7 @@ class GenerationRequest:
                 priority=self.priority,
                 constraints=self.constraints,
                 num_prompt_logprobs=self.num_prompt_logprobs,
+                pictures=self.pictures,
                 batch_delivery=self.batch_delivery,
                 reports_progress=self.reports_progress,
                 linger=self.linger,

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from penstock.shm.buffers.device_api import OpenDevice
 from penstock.shm.buffers.shared_buffers import SharedBuffers
 from penstock.shm.link.frontend_link import FrontendLink
 from penstock.shm.link.join import Invitation, join
-from penstock.shm.memory.arena import Arena
+from penstock.shm.memory.arena import Arena, ArenaFull, geometry
 from penstock.shm.memory.board import BackendBoard, FrontendBoard
 from penstock.shm.memory.ledger import Ledger
 from penstock.shm.messages import (
@@ -52,6 +52,7 @@ class Session:
         self._control = invitation.control
         self._ledger = ledger
         self._refs: dict[int, ArenaRef] = {}  # request id → the slot of its tokens, until the backend has copied them
+        self._pixel_refs: dict[int, list[ArenaRef]] = {}  # request id → the slots of its pictures, until it ends
         self._credit_batch = max(1, welcome.credit // 4)
         self._credits_owed = 0
         self.buffers: SharedBuffers | None = None
@@ -59,7 +60,9 @@ class Session:
             fds.callback(invitation.close_fds)
             opened.callback(self._control.close)
             opened.callback(self._report_buffers_closed)
-            self._arena = Arena(invitation.arena_fd, welcome.arena_slots, welcome.arena_slot_bytes, welcome.epoch)
+            *_, num_token_slots = geometry(self.model.max_context_tokens, self.model.max_picture_bytes)
+            size = welcome.arena_slots, welcome.arena_slot_bytes
+            self._arena = Arena(invitation.arena_fd, *size, welcome.epoch, num_token_slots)
             opened.callback(self._arena.close)
             self.backend_board = BackendBoard.attach(invitation.backend_board_fd)
             opened.callback(self.backend_board.close)
@@ -101,15 +104,23 @@ class Session:
         """Whether this many tokens fit a message or a slot of the arena."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
+    def has_room(self, pixels: Iterable[bytes], *, when_empty: bool = False) -> bool:
+        """Whether `send_prompt` can send these pixels now, or could if it had sent no others."""
+        return self._arena.has_room(map(len, pixels), when_empty=when_empty)
+
     def send(self, message: Request) -> bool:
         """Send a whole request: its tokens, if it has any, are in a shared buffer. False while the link is full."""
         return self._link.send(message)
 
-    def send_prompt(self, message: Generate | Pool | AskQuote, tokens: array[int]) -> bool:
-        """`send` with these tokens (int32), inline or through the arena.
+    def send_prompt(
+        self, message: Generate | Pool | AskQuote, tokens: array[int], pixels: Sequence[bytes] = ()
+    ) -> bool:
+        """`send` with these tokens (int32), inline or through the arena, and the pixels of its pictures.
 
-        Raises ArenaFull until the backend has copied an earlier long prompt.
+        Raises ArenaFull until the backend has copied an earlier long prompt, or an earlier request with pictures ends.
         """
+        if pixels and isinstance(message, Generate):
+            return self._send_pictures(message, tokens, pixels)
         payload = tokens.tobytes()
         if len(tokens) <= MAX_INLINE_PROMPT_TOKENS:
             return self._link.send(msgspec.structs.replace(message, tokens=payload))
@@ -120,6 +131,29 @@ class Session:
         self._refs[message.request_id] = ref
         self._ledger.acquire("slot", (self.epoch, ref.slot), self.epoch)
         return True
+
+    def _send_pictures(self, message: Generate, tokens: array[int], pixels: Sequence[bytes]) -> bool:
+        if not self.has_room(pixels):
+            raise ArenaFull
+        request_id, refs = message.request_id, [self._arena.write_pixels(each) for each in pixels]
+        self._pixel_refs[request_id] = refs
+        self._ledger.acquire("pixels", (self.epoch, request_id), self.epoch)
+        placed = zip(message.pictures, refs, strict=True)
+        pictures = tuple(msgspec.structs.replace(picture, pixels=ref) for picture, ref in placed)
+        is_sent = False
+        try:
+            is_sent = self.send_prompt(msgspec.structs.replace(message, pictures=pictures), tokens)
+        finally:
+            if not is_sent:
+                self.free_pixels(request_id)
+        return is_sent
+
+    def free_pixels(self, request_id: int) -> None:
+        """Free the slots of the request's pictures, if it has some: it has ended."""
+        if refs := self._pixel_refs.pop(request_id, None):
+            for ref in refs:
+                self._arena.free(ref)
+            self._ledger.release("pixels", (self.epoch, request_id))
 
     def send_pools(self, together: Sequence[tuple[Pool, array[int]]]) -> bool:
         """`send_prompt` of several, all inline and in one message."""

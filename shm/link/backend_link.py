@@ -240,7 +240,7 @@ class BackendLink:
         if embeddings is None and not isinstance(message.tokens, bytes):
             # Say that it is copied: its slot or buffer is free again, however long the request waits.
             self.push(frontend.epoch, request_id, NO_TOKEN)
-        self._events.append(Submission(frontend.epoch, message, tokens, output, embeddings))
+        self._events.append(Submission(frontend.epoch, message, tokens, output, embeddings, frontend.read_pixels))
 
     def _close_request(self, frontend: ConnectedFrontend, request_id: int) -> None:
         frontend.end(request_id)

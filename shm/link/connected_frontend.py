@@ -29,6 +29,7 @@ from penstock.shm.messages import (
     Failure,
     Finish,
     Generate,
+    ModelCard,
     Progress,
     PromptHeader,
     PromptLogprobs,
@@ -60,7 +61,7 @@ class ConnectedFrontend:
         self,
         epoch: int,
         connection: ControlConnection,
-        max_context_tokens: int,
+        model: ModelCard,
         credit: int,
         buffers: ExportedBuffers | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class ConnectedFrontend:
         self._returned: list[BufferReturn] = []
         self._has_room = False
         self._adapters: tuple[Adapter, ...] | None = None
-        self.arena_slots, self.arena_slot_bytes = arena.geometry(max_context_tokens)
+        self.arena_slots, self.arena_slot_bytes, _ = arena.geometry(model.max_context_tokens, model.max_picture_bytes)
         with ExitStack() as mappings, ExitStack() as fds:
             self.arena_fd = arena.create_fd(self.arena_slots, self.arena_slot_bytes)
             fds.callback(os.close, self.arena_fd)
@@ -184,6 +185,10 @@ class ConnectedFrontend:
         loan = self._own_buffers().borrow(ref, to_backend=to_backend)
         self._loans[request_id].append(loan)
         return loan
+
+    def read_pixels(self, ref: ArenaRef) -> memoryview:
+        """For any thread. Raises DescriptorError, also once the request or the frontend is gone."""
+        return self._arena.read_pixels(ref)
 
     def open(self, message: Request) -> None:
         """Raises WireError if its id is taken."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeGuard, TypeVar
 
 from penstock.shm.buffers.buffer_export import Loan
-from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter, Keep, PromptHeader
+from penstock.shm.messages import ArenaRef, AskStream, CancelOther, ChangeAdapter, Keep, PromptHeader
 
 MessageT = TypeVar("MessageT", bound=PromptHeader)
 MessageT_co = TypeVar("MessageT_co", bound=PromptHeader, covariant=True)
@@ -29,6 +30,8 @@ class Submission(Generic[MessageT_co]):
     """Receives what `Generate.output` asks for; the link ends the loan with the request."""
     embeddings: Loan | None = None
     """The prompt as num_prompt_tokens rows; the link ends the loan with the request."""
+    read_pixels: Callable[[ArenaRef], memoryview] | None = None
+    """Reads the pixels of the request's pictures, on any thread. Raises DescriptorError, surely once it has ended."""
 
     @property
     def request_id(self) -> int:

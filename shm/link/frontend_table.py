@@ -91,7 +91,7 @@ class FrontendTable:
             self._rendezvous.refuse(connection, str(refusal))
             return None
         try:
-            frontend = ConnectedFrontend(epoch, connection, self._card.max_context_tokens, self._credit, buffers)
+            frontend = ConnectedFrontend(epoch, connection, self._card, self._credit, buffers)
         except OSError as error:
             self._release_buffers(buffers, has_closed=True)
             # It may come again; the frontends that are here stay.

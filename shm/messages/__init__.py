@@ -13,6 +13,8 @@ from penstock.shm.messages.bounds import (
     MAX_INLINE_PROMPT_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_PICTURE_SPANS,
+    MAX_PICTURES,
     MAX_POOL_BATCH,
     MAX_RECORD_BYTES,
     MAX_SHARED_BUFFER_BYTES,
@@ -70,9 +72,9 @@ from penstock.shm.messages.outputs import (
     StepOutputs,
     VectorPart,
 )
+from penstock.shm.messages.pictures import ArenaRef, Picture, picture_digest, picture_token_ids
 from penstock.shm.messages.requests import (
     AdapterChange,
-    ArenaRef,
     AskQuote,
     AskStream,
     Cancel,
@@ -104,6 +106,8 @@ __all__ = [
     "MAX_LINGER_S",
     "MAX_LOGPROBS",
     "MAX_LOGPROB_TOKEN_IDS",
+    "MAX_PICTURES",
+    "MAX_PICTURE_SPANS",
     "MAX_POOL_BATCH",
     "MAX_RECORD_BYTES",
     "MAX_SHARED_BUFFERS",
@@ -145,6 +149,7 @@ __all__ = [
     "Keep",
     "Linger",
     "ModelCard",
+    "Picture",
     "Pool",
     "PoolBatch",
     "Pooled",
@@ -175,4 +180,6 @@ __all__ = [
     "decode_to_frontend",
     "decode_welcome",
     "encode",
+    "picture_digest",
+    "picture_token_ids",
 ]

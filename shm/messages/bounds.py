@@ -19,9 +19,13 @@ MAX_RECORD_BYTES = 1 << 20
 """Bytes of a stream's record, which a frontend keeps in the backend to write the stream again."""
 MAX_BREAKER_BYTES = 128 << 10
 """Token ids of a request's DRY breakers."""
-MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_BREAKER_BYTES + MAX_RECORD_BYTES
+MAX_PICTURES = 64
+"""Pictures of one prompt."""
+MAX_PICTURE_SPANS = 128
+"""Runs of tokens between which a picture's embeddings are divided."""
+MAX_TO_BACKEND_BYTES = (192 << 10) + MAX_BREAKER_BYTES + MAX_RECORD_BYTES + 12 * MAX_PICTURES * MAX_PICTURE_SPANS
 """Largest message to the backend: a Generate with an inline prompt, full constraints, a grammar of four-byte
-characters, breakers and the record of a stream; or MAX_POOL_BATCH inputs with inline prompts."""
+characters, breakers, pictures and the record of a stream; or MAX_POOL_BATCH inputs with inline prompts."""
 MAX_POOL_BATCH = 64
 """Inputs of one message."""
 MAX_TO_FRONTEND_BYTES = (4 << 20) + MAX_RECORD_BYTES

@@ -10,7 +10,7 @@ from penstock.shm.messages.bounds import I31, MAX_CONTEXT_TOKENS, U63, TokenId
 from penstock.shm.messages.buffers import BufferGrant, BufferRequest
 from penstock.shm.messages.requests import AdapterId, PooledKind, Sampling
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 Trait = Annotated[str, Meta(max_length=512)]
 MAX_ADAPTERS = 256
@@ -74,11 +74,17 @@ class ModelCard(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
     """Names and values of the settings that the fingerprint covers, to explain how two models differ."""
     adapters: Annotated[tuple[Adapter, ...], Meta(max_length=MAX_ADAPTERS)] = ()
     """Adapters are not covered by the fingerprint: a request names the weights of its adapter itself."""
+    max_picture_bytes: Annotated[int, Meta(ge=0, le=4 * MAX_CONTEXT_TOKENS)] = 0
+    """The most pixels of one picture; 0 if the model takes none."""
 
     @property
     def identity(self) -> tuple[str, str, int]:
         """The properties that a backend must share with another to continue its streams."""
         return self.model_id, self.fingerprint, self.vocab_size
+
+    @property
+    def takes_pictures(self) -> bool:
+        return self.max_picture_bytes > 0
 
     def adapter_named(self, name: str) -> Adapter | None:
         return next((adapter for adapter in self.adapters if adapter.name == name), None)

@@ -74,6 +74,8 @@ class FailureCode(enum.IntEnum):
     """The forward pass does not know a parameter; text is its name."""
     BAD_ADAPTER = 16
     """The adapter cannot be loaded; text names the field and says why."""
+    BAD_PICTURE = 17
+    """text says which of the request's pictures the model cannot take, and why."""
 
 
 class Failure(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

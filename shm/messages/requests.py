@@ -18,6 +18,7 @@ from penstock.shm.messages.bounds import (
     MAX_INLINE_PROMPT_TOKENS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
+    MAX_PICTURES,
     MAX_POOL_BATCH,
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -26,18 +27,11 @@ from penstock.shm.messages.bounds import (
 )
 from penstock.shm.messages.buffers import BufferRef
 from penstock.shm.messages.linger import Keep, Linger, StreamQuestion
+from penstock.shm.messages.pictures import ArenaRef, Picture
 
 AdapterId: TypeAlias = Annotated[str, Meta(max_length=64)]
 """Names an adapter's weights: other weights of the same name have another id."""
 _ADAPTER_CONTEXT = b"adapter"
-
-
-class ArenaRef(Struct, frozen=True, array_like=True, tag=20, forbid_unknown_fields=True):
-    """A claim about bytes in the sender's arena. `ArenaReader.read` copies and checks them first."""
-
-    slot: Annotated[int, Meta(ge=0, le=(1 << 16) - 1)]
-    sequence: U63
-    num_bytes: Annotated[int, Meta(ge=4, le=4 * MAX_CONTEXT_TOKENS)]
 
 
 class Sampling(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -201,7 +195,9 @@ class TextHeader(PromptHeader, frozen=True, kw_only=True):
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     constraints: Constraints | None = None
     num_prompt_logprobs: Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)] = -1
-    """Like Sampling.num_logprobs, for each prompt token given the tokens before it."""
+    """Like Sampling.num_logprobs, for each prompt token given the tokens before it. Not with pictures."""
+    pictures: Annotated[tuple[Picture, ...], Meta(max_length=MAX_PICTURES)] = ()
+    """In the order of the prompt. All other tokens of the prompt are in the vocabulary."""
 
 
 class Generate(TextHeader, frozen=True, kw_only=True, tag=1):

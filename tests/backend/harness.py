@@ -230,6 +230,7 @@ class Bench(EngineRig):
         late_masks: LateMasks | None = None,
         vector_cache: VectorCache | None = None,
         drafting: Drafting | None = None,
+        make_pictures: Any = lambda _, __: None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
         self.forward_pass = forward_pass or FakePass(vocab_size, max_running, 8 * page_size * num_host_pages)
@@ -253,6 +254,7 @@ class Bench(EngineRig):
         self.pool = PagePool(num_pages, num_host_pages)
         self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
+        served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None
         super().__init__(
             self.link,
             self.executor,
@@ -262,6 +264,7 @@ class Bench(EngineRig):
             pool=self.pool,
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
+            make_pictures=make_pictures,
         )
 
     def clock(self) -> float:

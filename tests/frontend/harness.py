@@ -21,6 +21,7 @@ from penstock.frontend.access.api_keys import named_keys
 from penstock.frontend.app import App
 from penstock.frontend.generation.models.model_table import ServedModels
 from penstock.frontend.generation.models.served_model import ModelKeeper, ServedModel, model_syntax_of
+from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax
 from penstock.frontend.settings import ParserNames, WorkerLimits
 from penstock.frontend.text.chat_template import ChatTemplate
 from penstock.frontend.text.tokenizer import ModelTokenizer
@@ -52,6 +53,11 @@ CHAT_TEMPLATE = """\
 def byte_level_tokenizer() -> Tokenizer:
     """Return a tokenizer with a token for every byte and some pairs, and <|end|> and two chat marks as special
     tokens."""
+    return Tokenizer.from_str(_trained_tokenizer())
+
+
+@cache
+def _trained_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +66,8 @@ def byte_level_tokenizer() -> Tokenizer:
     )
     tokenizer.train_from_iterator(["the cat sat on the mat, été 猫 🐈"] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
-    return tokenizer
+    text: str = tokenizer.to_str()
+    return text
 
 
 TOKENIZER = byte_level_tokenizer()
@@ -266,6 +273,9 @@ class FakeBackend:
         return self.streams[-1].request
 
 
+_SYNTAXES: dict[tuple[str, str, ParserNames], ModelSyntax] = {}
+
+
 @cache
 def compiled_template(source: str) -> ChatTemplate:
     """Compiling a template takes most of the time in which an app is made."""
@@ -282,7 +292,10 @@ def served_model(
 ) -> ServedModel:
     loaded = ModelTokenizer(GuardedTokenizer(tokenizer), compiled_template(template))
     client: Any = backend or FakeBackend(model=card)
-    return ServedModel(card, loaded, client, model_syntax_of(loaded, parsers))
+    key = template, tokenizer.to_str(), parsers
+    if key not in _SYNTAXES:  # found by many renderings: most of the time in which an app is made
+        _SYNTAXES[key] = model_syntax_of(loaded, parsers)
+    return ServedModel(card, loaded, client, _SYNTAXES[key])
 
 
 def model_keeper(backend: FakeBackend, served: ServedModel | None = None) -> ModelKeeper:

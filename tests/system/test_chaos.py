@@ -45,7 +45,7 @@ def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx
 
 def test_chaos_that_is_terminated_stops_everything_that_it_started(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    chaos = Command("penstock.main", "chaos", "--prompts", "9", "--keep-logs", str(logs))
+    chaos = Command("penstock.main", "chaos", "--prompts", "2", "--keep-logs", str(logs))
     with running(chaos):
         chaos.wait_for("undisturbed answers")
         started = descendants(chaos.process.pid)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import base64
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.system.conftest import needs_chromium
-from tests.system.test_chat_page import answered, ask, page, set_field
+from tests.system.test_chat_page import answered, ask, check_axe, events, page, set_field
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from playwright.sync_api import FilePayload
+
 __all__ = ["page"]
 pytestmark = needs_chromium
 
+PASTE = """(text) => {
+  const clipboardData = new DataTransfer();
+  clipboardData.setData("text/plain", text);
+  document.getElementById("input").dispatchEvent(new ClipboardEvent("paste", { clipboardData, cancelable: true }));
+}"""
 PAPER = "\n\nFile paper.pdf:\n```\nOf lists\n\nAnd of sets\n```"
 
 
@@ -55,6 +65,14 @@ def test_file_goes_with_the_message_and_presets_keep_settings(page: Page, tmp_pa
         expect(page.locator("#notice")).to_have_text(problem)
     page.set_input_files("#attach", [tmp_path / "notes.txt", tmp_path / "paper.pdf"])
     expect(page.locator("#files li")).to_have_count(2)
+    page.fill("#input", "Sum up")
+    page.evaluate(PASTE, "long " * 1000)
+    page.reload()
+    expect(page.locator("#files li")).to_have_count(3)
+    expect(page.locator("#input")).to_have_value("Sum up")
+    page.get_by_role("button", name="Remove pasted 3.txt").click()
+    page.reload()
+    expect(page.locator("#files li")).to_have_text(["notes.txt✕", "paper.pdf✕"])
     set_field(page, "max_completion_tokens", "4")
     page.fill("#preset-name", "short")
     page.click("#preset-save")
@@ -62,8 +80,84 @@ def test_file_goes_with_the_message_and_presets_keep_settings(page: Page, tmp_pa
     page.select_option("#preset", "none")
     page.select_option("#preset", "short")
     with page.expect_request("**/v1/chat/completions") as sent:
-        ask(page, "Sum up")
+        page.press("#input", "Enter")
     body = sent.value.post_data_json
     assert body["messages"][0]["content"] == "Sum up\n\nFile notes.txt:\n```\nthe notes\n```" + PAPER
     assert body["max_completion_tokens"] == 4
     answered(page)
+    assert page.evaluate("import('/page/database.js').then((it) => it.allOf('drafts'))") == []
+    page.reload()
+    expect(page.locator(".file")).to_have_count(2)
+    expect(page.locator("#files li")).to_have_count(0)
+    expect(page.locator("#input")).to_have_value("")
+
+
+def png() -> bytes:
+    """One red pixel."""
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"\0\xff\0\0")),
+        (b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
+
+
+def add_pictures(route: Route) -> None:
+    """Answer for a server whose first model takes pictures."""
+    models = route.fetch().json()
+    models["data"][0]["input_modalities"] = ["text", "image"]
+    route.fulfill(json=models)
+
+
+def test_pictures_go_to_models_that_take_them_and_stay(page: Page) -> None:
+    files: list[FilePayload] = [
+        {"name": "red.png", "mimeType": "image/png", "buffer": png()},
+        {"name": "cut.png", "mimeType": "image/png", "buffer": png()[:20]},
+    ]
+    page.set_input_files("#attach", files[0])
+    expect(page.locator("#notice")).to_have_text("penstock-demo takes only text, no pictures such as red.png.")
+    page.route("**/v1/models", add_pictures)
+    bodies: list[Any] = []
+
+    def answer(route: Route) -> None:
+        bodies.append(route.request.post_data_json)
+        route.fulfill(content_type="text/event-stream", body=events("Red.", usage={"prompt_tokens": 9}))
+
+    page.route("**/v1/chat/completions", answer)
+    with page.expect_response("**/v1/models"):
+        page.reload()
+    page.locator("#model option").wait_for(state="attached")
+    page.set_input_files("#attach", files)
+    expect(page.locator("#notice")).to_have_text("cut.png is not a picture that this browser can show")
+    page.reload()
+    expect(page.locator("#files img")).to_have_js_property("naturalWidth", 1)
+    page.locator("#model option").wait_for(state="attached")
+    ask(page, "Which colour?")
+    answered(page)
+    picture, text = bodies[0]["messages"][0]["content"]
+    uri = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    assert (picture, text) == (
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "text", "text": "Which colour?"},
+    )
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    page.get_by_role("button", name="Delete Which colour?").click()
+    expect(page.locator(".user")).to_have_count(0)
+    page.set_input_files("#import", download.value.path())
+    page.get_by_role("button", name="Which colour?", exact=True).click()
+    expect(page.locator(".user img")).to_have_js_property("naturalWidth", 1)
+    page.get_by_role("button", name="red.png").press("Enter")
+    check_axe(page)
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".branches")).to_have_text("‹ 2 of 2 ›")
+    answered(page)
+    assert bodies[1]["messages"] == bodies[0]["messages"]
+    page.unroute("**/v1/models")
+    page.reload()
+    page.locator("#model option").wait_for(state="attached")
+    ask(page, "And now?")
+    expect(page.locator("#notice")).to_contain_text("no pictures such as red.png")
+    expect(page.locator("#input")).to_have_value("And now?")

@@ -19,7 +19,7 @@ HOSTILE = """(async () => {
   const { MarkdownView } = await import("/page/markdown.js");
   const place = document.body.appendChild(document.createElement("div"));
   new MarkdownView(place).draw("<img src=x onerror='window.ran = 1'><script>window.ran = 1</script> **bold**", true);
-  return `${place.innerText.trim()} ${place.querySelectorAll("img, script, [onerror]").length} ${window.ran}`;
+  return `${place.textContent.trim()} ${place.querySelectorAll("img, script, [onerror]").length} ${window.ran}`;
 })()"""
 
 

@@ -95,9 +95,9 @@ DRAW_IN_PIECES = """async (text) => {
   let first = null;
   for (let end = 0; end < text.length; end += 3) {
     grownView.draw(text.slice(0, end), false);
-    if (grown.childElementCount > 1) first ??= grown.firstElementChild;
+    if (grown.childElementCount > 1) first ??= grown.querySelector("h1");
   }
-  const isKept = first === grown.firstElementChild;
+  const isKept = first !== null && first === grown.querySelector("h1");
   grownView.draw(text, true);
   wholeView.draw(text, true);
   await Promise.all([import("/page/vendor/katex.js"), import("/page/vendor/highlight.js")]);

@@ -18,7 +18,6 @@ from tests.system.processes import Command, backends_of, running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = needs_chromium
 
@@ -299,43 +298,6 @@ def test_answer_says_why_it_is_and_comes_again(page: Page) -> None:
     expect(page.locator("#life-events")).to_contain_text("arrived with")
 
 
-def test_conversations_are_searched_renamed_deleted_exported_and_imported(page: Page, tmp_path: Path) -> None:
-    set_field(page, "max_completion_tokens", "4")
-    for text in ("Keep this", "Another"):
-        page.get_by_role("button", name="New chat").first.click()
-        ask(page, text)
-        answered(page)
-    page.fill("#search", "KEEP")
-    expect(page.locator("#conversations li")).to_have_count(1)
-    page.fill("#search", "")
-    page.get_by_role("button", name="Rename Another").click()
-    page.keyboard.type("Other")
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("button", name="Other", exact=True)).to_be_visible()
-    page.get_by_role("button", name="Delete Other").click()
-    page.get_by_role("button", name="Undo").click()
-    expect(page.locator(".user .text")).to_have_text("Another")
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Export").click()
-    kept = tmp_path / "kept.json"
-    download.value.save_as(kept)
-    for name in ("Other", "Keep this"):
-        page.get_by_role("button", name=f"Delete {name}").click()
-        expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)  # the list has moved
-    expect(page.locator("#conversations li")).to_have_text("New chat✎✕")
-    page.set_input_files("#import", kept)
-    page.get_by_role("button", name="Keep this", exact=True).click()
-    expect(page.locator(".user .text")).to_have_text("Keep this")
-    old = [{"id": "1", "messages": [{"role": "user", "content": "Long ago"}]}]
-    page.evaluate("(old) => localStorage.setItem('penstock.conversations', old)", json.dumps(old))
-    page.reload()
-    page.get_by_role("button", name="Long ago", exact=True).click()
-    expect(page.locator(".user .text")).to_have_text("Long ago")
-    (tmp_path / "wrong.json").write_text('[{"id": "1", "messages": [{"role": "assistant", "answers": [null]}]}]')
-    page.set_input_files("#import", tmp_path / "wrong.json")
-    expect(page.locator("#notice")).to_contain_text("holds no conversations of this page")
-
-
 def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
     set_field(page, "max_completion_tokens", "8")
     page.check("[name=logprobs]")
@@ -355,6 +317,8 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
     expect(page.locator("#search")).to_be_focused()
     expect(page.locator("#conversations")).to_be_visible()
     check_axe(page)
+    page.get_by_role("button", name="Delete What is a tuple?").press("Enter")
+    expect(page.get_by_role("button", name="Undo")).to_be_visible()
     page.get_by_role("button", name="Chats").press("Enter")
     expect(page.locator("#conversations")).to_be_hidden()
     page.keyboard.press("Control+Shift+o")
@@ -362,6 +326,14 @@ def test_small_screen_and_keyboard_reach_everything(page: Page) -> None:
     page.keyboard.type("What is a class?")
     page.keyboard.press("Enter")
     answered(page)
+    for key, asked in (("ArrowUp", "What is a class?"), ("ArrowDown", "")):
+        page.keyboard.press(key)
+        expect(page.locator("#input")).to_have_value(asked)
+    page.keyboard.press("Control+/")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    check_axe(page)
+    page.keyboard.press("Escape")
+    expect(page.locator("#input")).to_be_focused()
     for key, name in (("Tab", "Send"), ("Tab", "Attach")):
         page.keyboard.press(key)
         assert name in page.evaluate("document.activeElement.closest('label, button').textContent")

@@ -9,8 +9,6 @@ import jsonschema
 import openai
 import pytest
 
-from tests.system.processes import Frontend, running, start_backend
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,15 +31,10 @@ QUESTION: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    socket = tmp_path_factory.mktemp("agent") / "private" / "backend.sock"
-    backend = start_backend(socket, "--gpu", "none", "--kv-budget", "100MB", "--dtype", "fp32")
-    frontend = Frontend(socket)
-    with running(frontend, backend):
-        frontend.wait_ready()
-        with openai.OpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+@pytest.fixture
+def client(served_demo: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served_demo}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:

@@ -11,23 +11,15 @@ import jsonschema
 import openai
 import pytest
 
-from tests.system.processes import Frontend, running, start_backend
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODEL = "penstock-demo"
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    socket = tmp_path_factory.mktemp("demo") / "private" / "backend.sock"
-    # In fp32 greedy tokens do not depend on the number of rows.
-    backend = start_backend(socket, "--gpu", "none", "--kv-budget", "6GB", "--dtype", "fp32")
-    frontend = Frontend(socket)
-    with running(frontend, backend):
-        frontend.wait_ready()
-        yield f"{frontend.url}/v1"
+@pytest.fixture
+def url(served_demo: str) -> str:
+    return f"{served_demo}/v1"
 
 
 @pytest.fixture

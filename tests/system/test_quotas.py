@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_REQUESTS = 16
-NUM_PROBES = 8
+NUM_PROBES = 4
 FREE, LIMITED, OTHER = ({"authorization": f"Bearer sk-{name}"} for name in ("free", "limited", "other"))
 KEYS = "sk-free\nsk-limited requests_in_flight=128 tokens_per_minute=400000\nsk-other\n"
 

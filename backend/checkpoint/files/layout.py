@@ -31,6 +31,7 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
 """Prefixes of the text model in models that also read images: in files of transformers 4 and on the hub, and of
 transformers 5."""

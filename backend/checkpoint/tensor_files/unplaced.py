@@ -27,7 +27,8 @@ _OTHER_PARTS = frozenset(
         *("mtp", "mtp_layers", "mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj", "v_head"),
         # the rest of models that also read images or hear
         *("vision_tower", "vision_model", "vision_encoder", "visual", "multi_modal_projector", "mm_projector"),
-        *("vision_language_adapter", "patch_merger", "image_newline", "embed_vision", "embed_audio", "audio_tower"),
+        *("vision_language_adapter", "patch_merger", "image_newline", "embed_vision", "embed_audio"),
+        *("audio_tower", "connector"),
     }
 )
 """Components of the names, the first or the second, of parts that a decoder is computed without."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.backend.engine.interfaces import IEngineLink, ISequenceScheduler
+from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.engine.quoting.history import QuoteErrors
 from penstock.backend.engine.quoting.quoter import Quoter
 from penstock.backend.engine.recorder import Recorder
@@ -37,6 +38,8 @@ class RequestHandling:
     adapters: AdapterTable
     step_timing: StepTiming = field(default_factory=StepTiming)
     """Filled by the loop, read for quotes."""
+    pictures: PictureDesk | None = None
+    """None if the model takes none."""
 
     @classmethod
     def make(
@@ -53,6 +56,7 @@ class RequestHandling:
         recorder: Recorder | None = None,
         make_adapters: Callable[[RequestTable], AdapterTable] | None = None,
         step_timing: StepTiming | None = None,
+        make_pictures: Callable[[Delivery], PictureDesk | None] = lambda _: None,
     ) -> RequestHandling:
         """Without a grammar queue, requests with a grammar are refused. Without a restart grace, resumed requests are
         grouped within a turn of the loop."""
@@ -61,9 +65,10 @@ class RequestHandling:
         step_timing, quote_errors = step_timing or StepTiming(), QuoteErrors(board, clock)
         quoter = Quoter(scheduler, step_timing, quote_errors, clock)
         delivery = Delivery(link, board, table, quote_errors)
+        pictures = make_pictures(delivery)
         vector_delivery = VectorDelivery(link, board, table, delivery, vector_cache)
         streams = StreamTable(link, board, table, delivery, clock)
-        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, streams, clock, quoter)
+        intake = Intake(scheduler, board, limits, table, delivery, vector_delivery, streams, clock, quoter, pictures)
         canceller = Canceller(board, table, delivery, streams, clock)
         adapters = AdapterTable(link, table, AdapterSet()) if make_adapters is None else make_adapters(table)
-        return cls(table, intake, delivery, canceller, vector_delivery, streams, adapters, step_timing)
+        return cls(table, intake, delivery, canceller, vector_delivery, streams, adapters, step_timing, pictures)

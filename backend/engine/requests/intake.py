@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.pictures.desk import PictureDesk
     from penstock.backend.engine.quoting.quoter import Quoter
     from penstock.backend.engine.requests.delivery import Delivery
     from penstock.backend.engine.requests.limits import EngineLimits
@@ -55,13 +56,13 @@ class Intake:
         streams: StreamTable,
         clock: Callable[[], float],
         quoter: Quoter,
+        pictures: PictureDesk | None = None,
     ) -> None:
-        self._quoter = quoter
+        self._quoter, self._pictures = quoter, pictures
         self._scheduler = scheduler
         self._board = board
         self.limits = limits
-        self._open_requests = open_requests
-        self._coalescer = open_requests.coalescer
+        self._open_requests, self._coalescer = open_requests, open_requests.coalescer
         self._delivery = delivery
         self._vector_delivery = vector_delivery
         self._streams = streams
@@ -208,6 +209,7 @@ class Intake:
             self._reject(submission, self._overloaded(message))
         else:
             sequence = candidate.new_sequence(self._make_constraints(submission, grammar))
+            sequence.pictures = None if self._pictures is None else self._pictures.pictures_of(message)
             sequence.output, sequence.num_prompt_logprobs = submission.output, num_prompt_logprobs(submission)
             if (is_shared or message.linger is not None) and candidate.sampling.num_logprobs >= 0:
                 sequence.past_logprobs = []

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.backend.engine.pictures.check import BadPicture, words_of
+from penstock.backend.forward_pass.extensions import PictureTower
 from penstock.shm.link.events import Submission
 from penstock.shm.messages import Failure, FailureCode, Pool, PromptHeader, TextHeader
 
@@ -40,6 +42,8 @@ class EngineLimits:
     """The forward pass samples tokens."""
     adapters: Mapping[str, int] = field(default_factory=dict)
     """Id of each adapter → its index in the forward pass."""
+    tower: PictureTower | None = None
+    """None if the model takes no pictures."""
     unloaded: Collection[str] = ()
     """Ids of adapters that only requests of before may still use."""
 
@@ -79,7 +83,11 @@ class EngineLimits:
         self, submission: Submission[PromptHeader], named_ids: Iterable[int] = ()
     ) -> Failure | None:
         message, request_id = submission.message, submission.request_id
-        tokens = np.frombuffer(submission.tokens, np.uint32)  # a negative id is larger than any other
+        try:
+            words = words_of(submission, self.tower)
+        except BadPicture as error:
+            return Failure(request_id, FailureCode.BAD_PICTURE, text=str(error))
+        tokens = words.view(np.uint32)  # a negative id is larger than any other
         if not 1 <= message.num_prompt_tokens <= len(tokens) or len(tokens) > self.max_context_tokens:
             return Failure(request_id, FailureCode.CONTEXT_TOO_LONG, self.max_context_tokens)
         highest = int(np.maximum.reduce(tokens)) if submission.embeddings is None else 0

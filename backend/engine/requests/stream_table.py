@@ -133,6 +133,7 @@ class StreamTable:
         self._note_return(choice)
         self._rename(found, choice, submission.frontend, message.request_id)
         choice.has_reader, choice.stream.expires_s = True, None
+        subscriber.note_pixels(submission)
         subscriber.next_index, subscriber.is_started, subscriber.resumed = presented.num_tokens, False, None
         if sequence.order >= 0:  # otherwise `Intake.admit_after_grace` replays it
             self._delivery.replay(sequence, subscriber)

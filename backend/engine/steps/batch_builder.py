@@ -19,6 +19,7 @@ from penstock.backend.forward_pass import (
     StepBatch,
 )
 from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.sequences.pictures import without_picture_ids
 from penstock.backend.sequences.sequence import Sequence
 
 
@@ -82,11 +83,14 @@ class BatchBuilder:
                 continue
             start = end - plan.lengths[index]
             input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
+            if sequence.pictures is not None:
+                found = sequence.pictures.rows_of(start, end)
+                embeddings += [EmbeddedTokens(int(query_starts[index]) + token - start, rows) for token, rows in found]
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
                 rows = SharedPromptRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
                 embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
         return StepBatch(
-            input_ids=input_ids,
+            input_ids=without_picture_ids(input_ids) if embeddings else input_ids,
             query_starts=query_starts,
             context_lens=_column(plan.ends) + num_drafts - lengths,
             page_table=self._pages_of(slots),
@@ -147,7 +151,7 @@ def _column(values: list[int] | list[int | None]) -> NDArray[np.int32]:
 def _slot_init(sequence: Sequence) -> SlotInit:
     if sequence.slot is None:
         raise RuntimeError("a planned sequence has no slot; this is a bug")
-    tokens = np.array(sequence.tokens, np.int32)
+    tokens = without_picture_ids(np.array(sequence.tokens, np.int32))
     return SlotInit(sequence.slot, sequence.sampling, tokens, sequence.num_prompt_tokens)
 
 

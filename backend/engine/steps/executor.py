@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult, launch_step
@@ -34,7 +35,9 @@ class Executor:
     A pass that runs ahead gets the plans as they come, and a second thread waits for their results.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, turns: AbstractContextManager[None] = nullcontext()) -> None:  # noqa: B008 - it has no state
+        """turns: entered while a step is launched, and on a CPU so as long as it runs."""
+        self._turns = turns
         self._capacity = capacity
         self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, PageSaves] | Callable[[], None] | None]
         self._plans = queue.SimpleQueue()
@@ -157,9 +160,10 @@ class Executor:
             if callable(planned):
                 planned()
             elif not self._closing:
-                self._step_starts_s.append(time.monotonic())
-                began_s = time.thread_time()
-                before = launch_step(forward_pass, *planned, before, late_masks)
+                with self._turns:
+                    self._step_starts_s.append(time.monotonic())
+                    began_s = time.thread_time()
+                    before = launch_step(forward_pass, *planned, before, late_masks)
                 if forward_pass.spec.runs_ahead:
                     before = replace(before, launch_s=time.thread_time() - began_s)
                 yield before

@@ -44,6 +44,7 @@ def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     capped = f", the most that --max-running {plan.max_running} can use" if plan.is_capped else ""
     host = [("host memory for pages", f"{format_size(host_kv_bytes)} at most")] if host_kv_bytes else []
     graphs = [("of the workspace, graphs", f"{format_size(plan.graph_bytes)} (estimated)")] if plan.graph_bytes else []
+    pictures = [("of both, for pictures", format_size(plan.picture_bytes))] if plan.picture_bytes else []
     size = format_size(plan.state_bytes)
     states = [(f"of the budget, state of {plan.max_running} sequences", size)] if plan.state_bytes else []
     held = f"{plan.choice.held_tokens:,} tokens"
@@ -52,6 +53,7 @@ def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     return [
         *(auto or _taken_rows(plan)),
         *quantization,
+        *pictures,
         *graphs,
         (budget, format_size(plan.budget.num_bytes)),
         *states,

@@ -141,6 +141,8 @@ class KvPlan(KvCapacity):
     """A part of workspace_bytes."""
     budget: KvBudget
     choice: KvDtypeChoice
+    picture_bytes: int = 0
+    """A part of weight_bytes and workspace_bytes."""
     quantization: str = "none"
     """How the weights are quantised."""
 
@@ -262,6 +264,7 @@ def plan_kv(
         graph_bytes=spec.graph_bytes,
         budget=budget,
         choice=choice,
+        picture_bytes=spec.picture_bytes,
         quantization=spec.quantization,
     )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
-    from penstock.backend.forward_pass.extensions import PagePlaces
+    from penstock.backend.forward_pass.extensions import PagePlaces, PictureTower
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
@@ -68,6 +68,8 @@ class CpuDecoderPass(HostSampling):
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
+    picture_tower: PictureTower | None = None
+    """See `IEncodesPictures`."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
+from penstock.backend.passes.vision.tower import VisionTower, with_pictures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,14 +27,14 @@ class DecoderPass(IBatchedForwardPass):
         if options.device == "cpu":
             if pooled is not None:
                 return PooledDecoderPass.describe_pooled(model_dir, options, pooled)
-            return CpuDecoderPass.describe(model_dir, options)
+            return with_pictures(CpuDecoderPass.describe(model_dir, options), model_dir, options)
         # Imported here, as below: a start on a CPU needs none of it.
         from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
         from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 
         if pooled is not None:
             return PooledCudaPass.describe_pooled(model_dir, options, pooled)
-        return CudaDecoderPass.describe(model_dir, options)
+        return with_pictures(CudaDecoderPass.describe(model_dir, options), model_dir, options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
@@ -57,6 +58,8 @@ class DecoderPass(IBatchedForwardPass):
                 if pooled is None
                 else PooledCudaPass.load_pooled(model_dir, options, pooled, device)
             )
+        if pooled is None:
+            loaded.picture_tower = VisionTower.load(model_dir, options)
         # They differ from the interface only in the parameters of their class methods.
         return cast("IBatchedForwardPass", loaded)
 

@@ -2,6 +2,7 @@
 import { copyText } from "/page/code_and_math.js";
 import { button, element } from "/page/elements.js";
 import { MarkdownView } from "/page/markdown.js";
+import { canRead, readAloud } from "/page/read_aloud.js";
 import { TokenShades } from "/page/token_shades.js";
 
 function jsonMark(content) {
@@ -23,28 +24,18 @@ export class AnswerView {
     this.calls = element("div", "calls");
     this.stats = element("p", "stats");
     const copy = button("Copy", "Copy this answer", () => copyText(this.answer.content, copy));
-    this.tools = element("div", "tools", copy, button("Why?", "How this answer came about", onWhy));
+    const read = button("Read aloud", "", () => readAloud(this.shades?.node ?? this.body, read));
+    this.tools = element("div", "tools", copy, ...(canRead ? [read] : []), button("Why?", "How this answer came about", onWhy));
     this.shades = null; // once the answer has log probabilities
     this.pre = null; // of an answer that is JSON
     const label = answer.label ? [element("p", "label", answer.label)] : [];
     this.node = element("article", "answer", ...label, this.reasoning, this.body, this.calls, this.stats, this.tools);
+    this.draw(answer);
+  }
+
+  draw(answer) {
     this.answer = answer;
-    this.draw();
-  }
-
-  // Calls onDrawn after drawing once in the next frame, however many chunks arrive before it.
-  drawSoon(onDrawn) {
-    if (this.isQueued) return;
-    this.isQueued = true;
-    requestAnimationFrame(() => {
-      this.isQueued = false;
-      this.draw();
-      onDrawn();
-    });
-  }
-
-  draw() {
-    const { content, reasoning, calls, tokens, finish, failure, isJson, stats } = this.answer;
+    const { content, reasoning, calls, tokens, finish, failure, isJson, stats } = answer;
     this.reasoning.hidden = !reasoning;
     this.reasoningText.draw(reasoning, Boolean(stats));
     if (tokens.length) {

@@ -1,5 +1,7 @@
 // From a conversation and the settings to the requests that answer its last message.
 import { newAnswer, toMessage } from "/page/answer.js";
+import { refusal } from "/page/models.js";
+import { partOf } from "/page/pictures.js";
 import * as settings from "/page/settings.js";
 import { newRequest } from "/page/streams.js";
 import { add, path } from "/page/tree.js";
@@ -7,8 +9,12 @@ import { add, path } from "/page/tree.js";
 const REPORTED = { stream: true, stream_options: { include_usage: true }, return_token_ids: true };
 const MOST_SEED = 2 ** 31;
 
-function withFiles({ content, files = [] }) {
-  return [content, ...files.map(({ name, text }) => `File ${name}:\n\`\`\`\n${text}\n\`\`\``)].join("\n\n");
+function withFiles(message) {
+  const files = message.files ?? [];
+  const texts = files.filter((file) => !file.blob).map(({ name, text }) => `File ${name}:\n\`\`\`\n${text}\n\`\`\``);
+  const content = [message.content, ...texts].filter(Boolean).join("\n\n");
+  const pictures = files.flatMap((file, index) => (file.blob ? [partOf(message, index)] : []));
+  return pictures.length ? [...pictures, ...(content ? [{ type: "text", text: content }] : [])] : content;
 }
 
 function toApi(message) {
@@ -24,6 +30,14 @@ function history(conversation, leaf, system) {
 
 // Every request has a seed, so that it can be repeated exactly.
 const seeded = (fields) => ({ seed: Math.floor(Math.random() * MOST_SEED), ...fields });
+
+// Throws for settings that are not valid, and if a model that they name cannot answer these messages.
+export function check(messages, model) {
+  const { requests } = settings.read(model);
+  const picture = messages.flatMap((each) => each.files ?? []).find((file) => file.blob);
+  const problem = picture && requests.map(({ fields }) => refusal(fields.model, picture.name)).find(Boolean);
+  if (problem) throw new Error(problem);
+}
 
 // Adds a message of answers after the one with the id parent, with a request for each of the compared settings. The model is
 // the one to ask where the settings name no other. Throws for settings that are not valid.

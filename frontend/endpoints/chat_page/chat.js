@@ -1,24 +1,25 @@
 // The chat: the shown conversation, and what the reader does with it.
-import { ApiError, request, setKey } from "/page/api.js";
-import { addAnswers, addContinuation, addResults } from "/page/asking.js";
-import * as attachments from "/page/attachments.js";
+import { ApiError, setKey } from "/page/api.js";
+import { addAnswers, addContinuation, addResults, check } from "/page/asking.js";
+import * as composer from "/page/composer.js";
 import * as list from "/page/conversation_list.js";
 import { at } from "/page/elements.js";
 import { followEnd } from "/page/follow.js";
+import { asMarkdown } from "/page/formats.js";
 import { AnswersView, toolView, userView } from "/page/message_views.js";
+import * as models from "/page/models.js";
 import * as settings from "/page/settings.js";
 import * as store from "/page/store.js";
 import * as streams from "/page/streams.js";
-import { add, newConversation, path, show } from "/page/tree.js";
+import { add, newConversation, path, show, titleOf } from "/page/tree.js";
 import { showWhy } from "/page/why.js";
 
 const LAST = "penstock.last";
-const DRAFT = "penstock.draft";
 const MODEL = "penstock.model";
 
 let current = newConversation();
+let opened = null; // resolves when the last conversation is shown
 let views = []; // of the shown path
-let edited = null; // the message that the next one replaces, on a branch of its own
 const shownRunning = new Set(); // ids of messages that are shown as running
 
 function notify(text) {
@@ -36,16 +37,15 @@ async function open(conversation) {
   current = conversation;
   localStorage.setItem(LAST, conversation.id);
   list.showColumn(false);
-  edit(null);
   list.draw();
   drawMessages();
-  at("input").focus();
+  await composer.open(conversation);
 }
 
 const startNew = () => open(newConversation());
 
-function forget(conversation) {
-  if (conversation === current) startNew();
+async function forget(conversation) {
+  if (conversation === current) await startNew();
   else list.draw();
 }
 
@@ -70,7 +70,7 @@ const actions = {
     save();
     drawMessages();
   },
-  edit,
+  edit: composer.edit,
   choose(message, index) {
     message.chosen = index;
     save(message);
@@ -87,7 +87,7 @@ const actions = {
     answer(made.at(-1).id);
   },
   retry: (message) => streams.retry(current, message),
-  why: showWhy,
+  why: (message, index) => showWhy(current, message, index),
 };
 
 const save = (...messages) => store.save(current, ...messages).catch(unsaved);
@@ -121,15 +121,6 @@ function showRunning() {
   at("send").hidden = isRunning;
 }
 
-function edit(message) {
-  edited = message;
-  at("editing").hidden = !message;
-  if (!message) return;
-  at("input").value = message.content;
-  attachments.set(message.files ?? []);
-  at("input").focus();
-}
-
 // Requests
 
 // Adds the answers to the message with this id, and asks for them.
@@ -144,23 +135,24 @@ function answer(parent) {
 }
 
 async function submit() {
-  const content = at("input").value.trim();
+  await opened;
   if (running().length) return;
+  const { content, files, parent } = composer.written();
+  if (!content && !files.length) return;
+  const fields = { role: "user", content, ...(files.length ? { files } : {}) };
   try {
-    settings.read(at("model").value); // throws before anything is sent
-    const files = attachments.take();
-    if (!content && !files.length) return;
-    notify(null);
-    const made = add(current, edited ? edited.parent : current.leaf, { role: "user", content, ...(files.length ? { files } : {}) });
-    at("input").value = "";
-    localStorage.removeItem(DRAFT);
-    localStorage.setItem(LAST, current.id);
-    edit(null);
-    await save(made);
-    answer(made.id);
+    check([...path(current, parent), fields], at("model").value); // throws before anything is sent
   } catch (error) {
     notify(error.message);
+    return;
   }
+  notify(null);
+  const made = add(current, parent, fields);
+  const forget = composer.empty();
+  await save(made);
+  localStorage.setItem(LAST, current.id);
+  forget();
+  answer(made.id);
 }
 
 // Models and the key
@@ -172,49 +164,40 @@ function askForKey() {
 
 async function loadModels() {
   try {
-    const { data } = await (await request("/v1/models")).json();
-    const able = data.filter((model) => model.capabilities?.structured_output !== false);
-    const names = able.map((model) => model.id);
+    const names = await models.load();
     at("model").replaceChildren(...names.map((name) => new Option(name, name)));
     if (names.includes(localStorage.getItem(MODEL))) at("model").value = localStorage.getItem(MODEL);
-    at("model").onchange = () => settings.showDefaults(able[at("model").selectedIndex]?.default_sampling);
-    at("model").onchange();
+    showModel();
     settings.showModels(names);
-    notify(able.length ? null : "No served model writes text; see the API page for what they do.");
+    notify(names.length ? null : "No served model writes text; see the API page for what they do.");
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) askForKey();
     notify(error.status ? error.message : "The server does not answer. Your conversations are here; reload the page when it is back.");
   }
 }
 
+const showModel = () => settings.showDefaults(models.model(at("model").value)?.default_sampling);
+
 // Events of the page
 
-streams.news.addEventListener("change", ({ detail }) => redraw(detail));
-streams.news.addEventListener("unsaved", ({ detail }) => unsaved(detail));
-streams.news.addEventListener("key", askForKey);
-at("model").addEventListener("change", () => localStorage.setItem(MODEL, at("model").value));
-at("composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  submit();
+Object.assign(streams.on, { change: redraw, unsaved, key: askForKey });
+at("model").addEventListener("change", () => {
+  localStorage.setItem(MODEL, at("model").value);
+  showModel();
 });
-at("input").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  submit();
-});
-at("input").addEventListener("input", () => localStorage.setItem(DRAFT, at("input").value));
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !at("why").open) running().forEach(streams.stop);
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) running().forEach(streams.stop);
   if (!event.ctrlKey && !event.metaKey) return;
   const key = event.key.toLowerCase();
   if (key === "k") list.seek();
   else if (key === "o" && event.shiftKey) startNew();
+  else if (key === "/") at("keys").showModal();
   else return;
   event.preventDefault();
 });
 at("stop").addEventListener("click", () => running().forEach(streams.stop));
 at("new").addEventListener("click", startNew);
-at("no-edit").addEventListener("click", () => edit(null));
+at("show-keys").addEventListener("click", () => at("keys").showModal());
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(at("key").value);
@@ -222,13 +205,19 @@ at("key-form").addEventListener("submit", (event) => {
   at("key-form").hidden = true;
   loadModels();
 });
-at("export").addEventListener("click", async () => {
+
+function download(name, type, text) {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([await store.exportText()], { type: "application/json" }));
-  link.download = "penstock-conversations.json";
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
   link.click();
   URL.revokeObjectURL(link.href);
-});
+}
+
+at("export").addEventListener("click", async () =>
+  download("penstock-conversations.json", "application/json", await store.exportText()));
+at("save-text").addEventListener("click", () =>
+  download(`${titleOf(current).replace(/[^\p{L}\p{N}]+/gu, "-")}.md`, "text/markdown", asMarkdown(current)));
 at("import").addEventListener("change", async ({ target }) => {
   try {
     await store.importText(await target.files[0].text());
@@ -241,13 +230,15 @@ at("import").addEventListener("change", async ({ target }) => {
 
 async function start() {
   settings.restore();
-  attachments.listen(notify);
+  composer.listen({ onProblem: notify, onUnsaved: unsaved, onSubmit: submit, ready: () => opened,
+    noPictures: (name) => models.refusal(at("model").value, name) });
   list.listen({ current: () => current, open, forget });
   at("settings").open = matchMedia("(min-width: 60rem)").matches;
-  at("input").value = localStorage.getItem(DRAFT) ?? "";
   loadModels();
-  await store.load(takeOver).catch((error) => notify(`This browser keeps no conversations (${error?.name}).`));
-  await open(store.conversations.get(localStorage.getItem(LAST)) ?? newConversation());
+  const loaded = store.load(takeOver).then(() => true, (error) => notify(`This browser keeps no conversations: ${error.message}.`));
+  opened = loaded.then(() => open(store.conversations.get(localStorage.getItem(LAST)) ?? newConversation()));
+  await opened;
+  if (!(await loaded)) return;
   await streams.resumeAll(async (id) => {
     const known = store.conversations.get(id);
     if (known) await store.open(known);

@@ -35,7 +35,8 @@ const runs = (conversation) => [...(conversation.messages?.values() ?? [])].some
 
 export function draw() {
   const current = actions.current();
-  const all = [...store.conversations.values()].sort((one, other) => other.changedMs - one.changedMs);
+  const all = [...store.conversations.values()]
+    .sort((one, other) => Boolean(other.isPinned) - Boolean(one.isPinned) || other.changedMs - one.changedMs);
   if (!store.conversations.has(current.id)) all.unshift(current);
   const shown = all.filter((each) => found === null || found.has(each.id));
   at("conversations").replaceChildren(...shown.map((each) => row(each, each.id === current.id)));
@@ -45,11 +46,21 @@ export function draw() {
 function row(conversation, isCurrent) {
   const title = titleOf(conversation);
   const open = button(title, "", () => actions.open(conversation));
-  const item = element("li", runs(conversation) ? "running" : "", open,
+  const pin = button(conversation.isPinned ? "★" : "☆", `Pin ${title}`, () => togglePin(conversation));
+  pin.setAttribute("aria-pressed", String(Boolean(conversation.isPinned)));
+  const item = element("li", runs(conversation) ? "running" : "", open, pin,
     button("✎", `Rename ${title}`, () => rename(item, conversation)), button("✕", `Delete ${title}`, () => remove(conversation)));
   if (runs(conversation)) open.title = "an answer arrives";
   if (isCurrent) item.setAttribute("aria-current", "true");
   return item;
+}
+
+async function togglePin(conversation) {
+  conversation.isPinned = !conversation.isPinned;
+  await store.open(conversation);
+  await store.save(conversation);
+  draw();
+  at("conversations").querySelector(`[aria-label="Pin ${CSS.escape(titleOf(conversation))}"]`)?.focus();
 }
 
 function rename(item, conversation) {
@@ -80,7 +91,8 @@ async function remove(conversation) {
   await store.open(conversation);
   for (const message of conversation.messages.values()) stop(message);
   await store.remove(conversation);
-  actions.forget(conversation);
+  await actions.forget(conversation);
+  showColumn(true); // it has the way back
   const back = button("Undo", `Undo the deletion of ${titleOf(conversation)}`, async () => {
     await store.restore(conversation);
     at("undo").hidden = true;

@@ -57,7 +57,10 @@ function safe(html) {
   return DOMPurify.sanitize(html, RULES);
 }
 
-// A text that grows. Blocks that nothing can change any more are drawn once; only the last one is parsed again.
+const PART_CHARACTERS = 2_000;
+
+// A text that grows. Blocks that nothing can change any more are drawn once; only the last one is parsed again. They are in
+// parts, and the browser lays out and paints only the parts in sight.
 export class MarkdownView {
   constructor(node) {
     this.node = node;
@@ -68,6 +71,8 @@ export class MarkdownView {
     this.settled = ""; // the text of all blocks before the last one
     this.links = Object.create(null); // definitions of links that have come
     this.shown = null;
+    this.part = null;
+    this.partCharacters = 0;
     this.rest = element("div", "rest"); // the last block
     this.node.replaceChildren(this.rest);
   }
@@ -81,12 +86,7 @@ export class MarkdownView {
     let last = blocks.length - 1;
     while (last > 0 && blocks[last].type === "space") last -= 1;
     const settled = hasEnded ? blocks : blocks.slice(0, last);
-    if (settled.length) {
-      const made = this.render(settled);
-      adorn(made);
-      this.rest.before(made);
-      this.settled += settled.map((each) => each.raw).join("");
-    }
+    for (const block of settled) this.settle(block);
     this.drawRest(hasEnded ? [] : blocks.slice(last));
   }
 
@@ -100,6 +100,19 @@ export class MarkdownView {
 
   render(blocks) {
     return safe(marked.parser(blocks));
+  }
+
+  settle(block) {
+    if (!this.part || this.partCharacters > PART_CHARACTERS) {
+      this.part = element("div", "part");
+      this.partCharacters = 0;
+      this.rest.before(this.part);
+    }
+    const made = this.render([block]);
+    adorn(made);
+    this.part.append(made);
+    this.partCharacters += block.raw.length;
+    this.settled += block.raw;
   }
 
   // A long block of code that grows is not made anew.

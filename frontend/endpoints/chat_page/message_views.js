@@ -1,8 +1,11 @@
 // Views of messages: what was asked, the answers to it, and results of tools.
 import { AnswerView } from "/page/answer_view.js";
 import { button, element } from "/page/elements.js";
+import { pictureView } from "/page/pictures.js";
 import { isRunning, noticeOf } from "/page/streams.js";
 import { siblings } from "/page/tree.js";
+
+const DRAW_EVERY_MS = 30; // the model may need the same cores
 
 // Buttons to the message's branches, if it has some.
 function branches(conversation, message, onShow) {
@@ -18,13 +21,27 @@ function branches(conversation, message, onShow) {
     step("›", "Later branch", all[place + 1]))];
 }
 
+function textFile({ name, text }) {
+  const shown = element("pre", "", text);
+  shown.tabIndex = 0; // it may scroll
+  return element("details", "file", element("summary", "", `${name}, ${text.length.toLocaleString("en")} characters`), shown);
+}
+
+function pictureButton(file) {
+  const made = button("", "", () => made.setAttribute("aria-expanded", String(made.getAttribute("aria-expanded") === "false")));
+  made.className = "picture";
+  made.setAttribute("aria-expanded", "false");
+  made.append(pictureView(file));
+  return made;
+}
+
 export function userView(conversation, message, actions) {
-  const files = (message.files ?? []).map(({ name, text }) =>
-    element("details", "file", element("summary", "", `${name}, ${text.length.toLocaleString("en")} characters`), element("pre", "", text)));
+  const files = (message.files ?? []).map((file) => (file.blob ? pictureButton(file) : textFile(file)));
+  const text = message.content ? [element("div", "text", message.content)] : [];
   const tools = element("div", "tools", ...branches(conversation, message, actions.show),
     button("Edit and send again", "", () => actions.edit(message)));
   return { message, draw: () => null,
-    node: element("div", "message user", element("h2", "", "You"), element("div", "text", message.content), ...files, tools) };
+    node: element("div", "message user", element("h2", "", "You"), ...text, ...files, tools) };
 }
 
 export function toolView(message) {
@@ -48,32 +65,45 @@ export class AnswersView {
     }
     this.node = element("div", "message", element("h2", "", message.model ?? "Model"),
       element("div", "answers", ...this.views.map((view) => view.node)), this.results, this.notice, this.tools);
-    this.draw();
+    this.drawNow();
   }
 
-  // Draws what has changed since. onDrawn is called after each frame.
-  draw(onDrawn = () => null) {
+  // Draws what has changed since, however many chunks arrive before that.
+  draw() {
+    if (this.isQueued) return;
+    this.isQueued = true;
+    setTimeout(() => requestAnimationFrame(() => this.drawNow()), this.drawnMs + DRAW_EVERY_MS - performance.now());
+  }
+
+  drawNow() {
+    this.isQueued = false;
+    this.drawnMs = performance.now();
     this.views.forEach((view, index) => {
-      view.answer = this.message.answers[index];
       view.node.classList.toggle("chosen", this.views.length > 1 && index === this.message.chosen);
-      view.drawSoon(onDrawn);
+      view.draw(this.message.answers[index]);
     });
     const notice = noticeOf(this.message);
-    const hasFailed = this.message.requests.some((each) => each.state === "failed");
     const isIdle = !isRunning(this.message);
     this.notice.textContent = notice ?? "";
     this.notice.hidden = !notice;
-    const buttons = [...branches(this.conversation, this.message, this.actions.show)];
-    if ((isIdle && hasFailed) || (notice && !isIdle)) buttons.push(this.retry);
-    if (isIdle) {
-      buttons.push(button("Regenerate", "", () => this.actions.regenerate(this.message)));
-      const chosen = this.message.answers[this.message.chosen];
-      if (chosen.content && !chosen.calls.length && (chosen.finish === "length" || chosen.failure)) {
-        buttons.push(button("Continue", "", () => this.actions.goOn(this.message)));
-      }
-    }
-    this.tools.replaceChildren(...buttons);
+    this.drawTools(isIdle, notice);
     this.drawResults(isIdle);
+  }
+
+  drawTools(isIdle, notice) {
+    const hasFailed = this.message.requests.some((each) => each.state === "failed");
+    const chosen = this.message.answers[this.message.chosen];
+    const canRetry = isIdle ? hasFailed : notice !== null;
+    const isCut = chosen.finish === "length" || chosen.failure !== null;
+    const canContinue = isIdle && chosen.content !== "" && !chosen.calls.length && isCut;
+    const wanted = [siblings(this.conversation, this.message).length, canRetry, isIdle, canContinue].join();
+    if (wanted === this.shownTools) return; // a button that is made anew loses the focus
+    this.shownTools = wanted;
+    const buttons = [...branches(this.conversation, this.message, this.actions.show)];
+    if (canRetry) buttons.push(this.retry);
+    if (isIdle) buttons.push(button("Regenerate", "", () => this.actions.regenerate(this.message)));
+    if (canContinue) buttons.push(button("Continue", "", () => this.actions.goOn(this.message)));
+    this.tools.replaceChildren(...buttons);
   }
 
   // A field for each call's result, while no message follows the calls.

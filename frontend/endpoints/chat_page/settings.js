@@ -3,6 +3,7 @@ import { at } from "/page/elements.js";
 
 const SETTINGS = "penstock.settings";
 const PRESETS = "penstock.presets";
+const THEME = "penstock.theme";
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
 const NUMBERS = [...SAMPLING, "max_completion_tokens", "seed", "n"];
 const form = at("fields");
@@ -24,6 +25,13 @@ function fill(wanted) {
 
 export function restore() {
   fill(kept(SETTINGS));
+  const theme = at("theme");
+  theme.value = localStorage.getItem(THEME) ?? "light dark";
+  theme.addEventListener("change", () => {
+    localStorage.setItem(THEME, theme.value);
+    document.documentElement.style.colorScheme = theme.value;
+  });
+  document.documentElement.style.colorScheme = theme.value;
   form.addEventListener("change", () => keep(SETTINGS, values()));
   drawPresets();
 }

@@ -1,10 +1,9 @@
 // The conversations of this browser, their files, and what other tabs do to them. Nothing of them goes anywhere else,
 // except what is sent to the model.
 import * as database from "/page/database.js";
-import { add, newConversation, newId } from "/page/tree.js";
+import { parse, write } from "/page/formats.js";
 
 const OLD_KEY = "penstock.conversations"; // local storage of earlier versions
-const FORMAT = "penstock.conversations.2";
 const TITLE_CHARACTERS = 60;
 
 export const conversations = new Map();
@@ -42,14 +41,15 @@ export async function save(conversation, ...messages) {
   conversations.set(conversation.id, conversation);
   const first = [...conversation.messages.values()].find((each) => each.role === "user");
   conversation.title ||= (first?.content || first?.files?.[0].name || "").slice(0, TITLE_CHARACTERS);
-  await database.put([record(conversation)], messages);
+  await database.put({ conversations: [record(conversation)], messages });
   channel.postMessage({ conversation: record(conversation), messages });
 }
 
 export async function remove(conversation) {
   await open(conversation);
   conversations.delete(conversation.id);
-  await database.remove(conversation.id);
+  await database.removeConversation(conversation.id);
+  await dropDraft(conversation.id);
   channel.postMessage({ removed: conversation.id });
 }
 
@@ -97,71 +97,38 @@ function takeOver({ conversation, messages, removed }, onChange) {
   onChange({ conversation: known, messages });
 }
 
-// Files
+// Drafts: what is typed and attached, but not sent. The text is in local storage, which a page that closes still writes.
 
-export async function exportText() {
-  const messages = await database.allOf("messages");
-  const whole = [...conversations.values()].map((each) =>
-    ({ ...record(each), messages: messages.filter((message) => message.conversation === each.id) }));
-  return JSON.stringify({ format: FORMAT, conversations: whole });
+const textKey = (id) => `penstock.draft.${id}`;
+
+export const draftText = (id) => localStorage.getItem(textKey(id)) ?? "";
+
+// Throws if this browser has no room.
+export function keepDraftText(id, text) {
+  if (text) localStorage.setItem(textKey(id), text);
+  else localStorage.removeItem(textKey(id));
 }
 
-// Adds those that are not known yet. Throws for a file that `exportText` did not write.
+// { id, files, edited }: files as in a message, and the id of the message that it replaces.
+export const draft = (id) => database.get("drafts", id);
+
+export const keepDraft = (record) =>
+  record.files.length || record.edited ? database.put({ drafts: [record] }) : database.remove("drafts", record.id);
+
+export async function dropDraft(id) {
+  localStorage.removeItem(textKey(id));
+  await database.remove("drafts", id);
+}
+
+// Files
+
+export const exportText = async () => write([...conversations.values()], await database.allOf("messages"));
+
+// Adds those that are not known yet. Throws for a file of another kind.
 export async function importText(text) {
   await keepAll(parse(text).filter((each) => !conversations.has(each.id)));
 }
 
 async function keepAll(found) {
   for (const each of found) await save(each, ...each.messages.values());
-}
-
-const isText = (value) => typeof value === "string";
-const isObject = (value) => value !== null && typeof value === "object";
-
-function isAnswer(value) {
-  return isObject(value) && isText(value.content) && isText(value.reasoning) &&
-    Array.isArray(value.calls) && value.calls.every((call) => isText(call?.name) && isText(call.arguments)) &&
-    (value.label === undefined || isText(value.label)) &&
-    Array.isArray(value.tokens) && value.tokens.every((each) => isText(each?.token) && Array.isArray(each.top));
-}
-
-function isMessage(value) {
-  if (!isObject(value)) return false;
-  if (value.role === "user" || value.role === "tool") return isText(value.content);
-  return value.role === "assistant" && Array.isArray(value.answers) && value.answers.length > 0 &&
-    Number.isInteger(value.chosen) && value.chosen >= 0 && value.chosen < value.answers.length && value.answers.every(isAnswer);
-}
-
-const isConversation = (value) => isObject(value) && isText(value.id) && Array.isArray(value.messages) && value.messages.every(isMessage);
-
-// An earlier version had a list of messages, each the one before the next.
-function fromList({ id, messages }) {
-  const made = { ...newConversation(), id };
-  for (const { role, content, model, chosen, answers } of messages) {
-    add(made, made.leaf, role === "user" ? { role, content } : { role, model, chosen, answers, requests: [] });
-  }
-  return made;
-}
-
-const isRequest = (value) => isObject(value) && isText(value.body) && Number.isInteger(value.first) && Number.isInteger(value.count);
-
-// A parent comes before its children, so that no file makes a circle. No request of a file is sent again by itself.
-function fromTree(value) {
-  const messages = new Map();
-  for (const { isRunning, ...each } of value.messages.toSorted((one, other) => one.madeMs - other.madeMs)) {
-    const id = isText(each.id) ? each.id : newId();
-    const requests = each.role === "assistant" ? { requests: (each.requests ?? []).filter(isRequest) } : {};
-    messages.set(id, { ...each, ...requests, id, conversation: value.id, parent: messages.has(each.parent) ? each.parent : null });
-  }
-  const leaf = messages.has(value.leaf) ? value.leaf : [...messages.keys()].at(-1) ?? null;
-  return { id: value.id, title: isText(value.title) ? value.title : "", leaf, changedMs: Number(value.changedMs) || 0, messages };
-}
-
-// Returns the conversations of a file. Throws if it is none of ours.
-function parse(text) {
-  const found = JSON.parse(text);
-  const isTree = found?.format === FORMAT;
-  const list = isTree ? found.conversations : found;
-  if (!Array.isArray(list) || !list.every(isConversation)) throw new Error("the file holds no conversations of this page");
-  return list.map(isTree ? fromTree : fromList);
 }

@@ -2,6 +2,7 @@
 // a reload of the page: the server keeps a stream that nobody reads, or computes it again under its old id.
 import { ApiError, parts, request as ask, send } from "/page/api.js";
 import { begin as beginAnswer, cutBack, extend, finish } from "/page/answer.js";
+import { withPictures } from "/page/pictures.js";
 import * as store from "/page/store.js";
 
 const PATH = "/v1/chat/completions";
@@ -20,12 +21,8 @@ let lingerS = 600; // less if the server's limit is less; 0 if it keeps no strea
 const runs = new Map(); // message id → Run
 const channel = new BroadcastChannel("penstock.stop");
 
-// Receives "change" with the message that has changed, and "key" if the server wants another key.
-export const news = new EventTarget();
-
-function tell(kind, message) {
-  news.dispatchEvent(new CustomEvent(kind, { detail: message }));
-}
+// Called with the message that has changed, with the error if it cannot be saved, and if the server wants another key.
+export const on = { change: () => null, unsaved: () => null, key: () => null };
 
 // A request of a message; first and count are those of its answers.
 export function newRequest(body, answers, first, count) {
@@ -48,7 +45,7 @@ class Run {
 
   changed(notice = this.notice) {
     this.notice = notice;
-    tell("change", this.message);
+    on.change(this.message);
     this.saver ??= setTimeout(() => this.save(), this.saveEveryMs);
   }
 
@@ -57,7 +54,7 @@ class Run {
     this.saver = null;
     if (!store.conversations.has(this.conversation.id)) return; // it has been deleted
     const beganMs = performance.now();
-    await store.save(this.conversation, this.message).catch((error) => tell("unsaved", error));
+    await store.save(this.conversation, this.message).catch(on.unsaved);
     this.saveEveryMs = Math.max(SAVE_EVERY_MS, SAVED_SHARE * (performance.now() - beganMs));
   }
 }
@@ -69,7 +66,7 @@ export const noticeOf = (message) => runs.get(message.id)?.notice ?? null;
 // Saves the message, and sends its open requests.
 export async function run(conversation, message) {
   message.isRunning = 1;
-  await store.save(conversation, message).catch((error) => tell("unsaved", error));
+  await store.save(conversation, message).catch(on.unsaved);
   await begin(conversation, message, answer);
 }
 
@@ -84,12 +81,12 @@ async function begin(conversation, message, work) {
   if (runs.has(message.id)) return;
   const made = new Run(conversation, message);
   runs.set(message.id, made);
-  tell("change", message);
+  on.change(message);
   await owning(message.id, made.controller.signal, () => work(made)).catch((error) => {
     if (error.name !== "AbortError") throw error;
   });
   runs.delete(message.id);
-  tell("change", message);
+  on.change(message);
 }
 
 // Without locks, as in a page that came over plain HTTP, the tab that asks last has the stream.
@@ -153,7 +150,7 @@ async function follow(made, request) {
       const hasBegun = answersOf(made, request).some((each) => each.arrivals.num);
       const isAway = AWAY.has(error.status) || AWAY_CODES.has(error.code);
       if (!isAway || (hasBegun && !request.stream)) {
-        if (error.status === 401) tell("key", made.message);
+        if (error.status === 401) on.key();
         end(made, request, "failed", error.message);
         break;
       }
@@ -189,8 +186,8 @@ function isLingerRefused(error) {
   return true;
 }
 
-function headersOf(request) {
-  if (!lingerS || request.body.length > MOST_LINGERING_BYTES) return {};
+function headersOf(request, body) {
+  if (!lingerS || body.length > MOST_LINGERING_BYTES) return {};
   const headers = { "X-Penstock-Linger": String(lingerS) };
   if (request.stream) headers["X-Penstock-Stream"] = request.stream;
   if (request.received >= 0) headers["Last-Event-ID"] = String(request.received);
@@ -200,7 +197,8 @@ function headersOf(request) {
 // Reads one connection.
 async function read(made, request) {
   const { signal } = made.controller;
-  const answer = await ask(PATH, { body: request.body, headers: headersOf(request), signal });
+  const body = await withPictures(request.body, made.conversation);
+  const answer = await ask(PATH, { body, headers: headersOf(request, body), signal });
   request.stream ??= answer.headers.get("x-penstock-stream");
   if (request.received < 0) {
     request.number = Number(answer.headers.get("x-penstock-request"));

@@ -3,6 +3,7 @@
 import { request as ask, events, parts } from "/page/api.js";
 import { extend, newAnswer } from "/page/answer.js";
 import { at, button, element } from "/page/elements.js";
+import { withPictures } from "/page/pictures.js";
 import { TokenShades } from "/page/token_shades.js";
 import { lifeOf } from "/engine/life.js";
 import { duration } from "/engine/draw.js";
@@ -54,8 +55,8 @@ function figures(answer, body) {
 }
 
 // Asks again with the same seed. Returns an answer with log probabilities.
-async function repeat(answer, request, index, signal) {
-  const body = { ...JSON.parse(request.body), logprobs: true, top_logprobs: 5 };
+async function repeat(conversation, answer, request, index, signal) {
+  const body = { ...JSON.parse(await withPictures(request.body, conversation)), logprobs: true, top_logprobs: 5 };
   if (answer.failure) body.max_completion_tokens = Math.max(1, answer.arrivals.num);
   const again = Array.from({ length: request.count }, () => newAnswer(false, ""));
   for await (const part of parts(await ask("/v1/chat/completions", { body: JSON.stringify(body), signal }))) {
@@ -92,7 +93,7 @@ function lifeList({ life, most }) {
   return [element("ol", "", ...items), ...(most ? [element("p", "", beside)] : [])];
 }
 
-export function showWhy(message, index) {
+export function showWhy(conversation, message, index) {
   const dialog = at("why");
   const answer = message.answers[index];
   const request = message.requests.findLast((each) => each.first <= index && index < each.first + each.count);
@@ -101,7 +102,7 @@ export function showWhy(message, index) {
   title.id = "why-title";
   const close = button("Close", "", () => dialog.close());
   if (!request || !answer.stats?.totalMs) {
-    dialog.replaceChildren(title, element("p", "", "An earlier version of this page kept nothing of that."), close);
+    dialog.replaceChildren(title, element("p", "", "This page has kept nothing of that."), close);
     dialog.showModal();
     return;
   }
@@ -112,7 +113,7 @@ export function showWhy(message, index) {
   const again = button("Repeat exactly", "", async () => {
     result.textContent = "Asking again with the same seed …";
     try {
-      const found = await repeat(answer, request, index - request.first, closed.signal);
+      const found = await repeat(conversation, answer, request, index - request.first, closed.signal);
       const own = answer.tokenIds.slice(request.lengths[index - request.first].tokenIds);
       result.textContent = comparison(own, found.tokenIds);
       tokens.replaceChildren(new TokenShades(found.tokens).node);

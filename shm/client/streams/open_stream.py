@@ -44,6 +44,7 @@ class OpenStream:
         "num_moves",
         "num_preemptions",
         "num_prompt_tokens",
+        "pixels",
         "queue_s",
         "quote",
         "record",
@@ -89,6 +90,8 @@ class OpenStream:
         self.num_prompt_tokens = len(tokens)
         self.tokens = tokens
         """The prompt and all generated tokens: what a new backend receives."""
+        self.pixels: tuple[bytes, ...] = ()
+        """Of the message's pictures."""
         self.loans: list[BufferRef] = []
         """The shared buffers lent with the request; the backend may have returned them since."""
         self.finish = Finish.NONE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.client.request import checked, prompt_tokens
@@ -28,6 +29,7 @@ class PooledRequest:
     token_ids: Sequence[int] | BufferSlice
     """The whole input, special tokens included, or the buffer of tokens that holds it."""
     kind: PooledKind
+    pixels: ClassVar[tuple[bytes, ...]] = ()
     second_start: int = 0
     num_dimensions: int = 0
     normalize: bool = False

@@ -40,6 +40,8 @@ class OpenStreams:
         self._ledger = ledger
         self.buffers: SharedBuffers | None = None
         """The present session's shared buffers."""
+        self.free_pixels: Callable[[int], None] = lambda _: None
+        """`Session.free_pixels` of the present session."""
         self.on_shutting_down: Callable[[OpenStream], bool] = lambda _: False
         """Called with a stream that the backend refused because it ends; True if it stays open for the next one."""
         self.on_adapters: Callable[[tuple[Adapter, ...]], None] = lambda _: None
@@ -81,6 +83,8 @@ class OpenStreams:
 
     def _forget(self, stream: OpenStream) -> None:
         tenant = stream.message.tenant
+        if stream.pixels:
+            self.free_pixels(stream.request_id)
         del self._streams[stream.request_id]
         self._num_of[tenant] -= 1
         if not self._num_of[tenant]:

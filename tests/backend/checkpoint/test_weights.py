@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,8 +40,10 @@ def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | No
     return torch.cat(found) if found else None
 
 
-@pytest.mark.parametrize("sharding", [{}, SHARDED], ids=["single", "sharded"])
-@pytest.mark.parametrize("architecture", [name for name in PRESETS if name not in EXPERT_PRESETS])
+@pytest.mark.parametrize(
+    ("architecture", "sharding"),
+    list(zip((name for name in PRESETS if name not in EXPERT_PRESETS), cycle(({}, SHARDED)), strict=False)),
+)
 def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)
     assert (model_dir / INDEX).exists() == bool(sharding)

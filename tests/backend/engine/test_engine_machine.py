@@ -67,4 +67,4 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestEngineMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -89,7 +89,7 @@ class HostOffloadMachine(RuleBasedStateMachine):
 
 
 TestHostOffloadMachine = HostOffloadMachine.TestCase
-TestHostOffloadMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestHostOffloadMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 FIRST, SECOND = [7, 1, 4, 9, 2, 2, 8, 5], [3, 6, 6, 1, 8, 0, 5, 2]
 

@@ -139,7 +139,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
 
 TestPagePoolMachine = PagePoolMachine.TestCase
-TestPagePoolMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestPagePoolMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("num_pages", [0, -1])

@@ -161,7 +161,7 @@ class PersistedPagesMachine(RuleBasedStateMachine):
 
 
 TestPersistedPagesMachine = PersistedPagesMachine.TestCase
-TestPersistedPagesMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestPersistedPagesMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -188,4 +188,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase
-TestPrefixCacheMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestPrefixCacheMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -141,7 +141,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_random_tokens_under_the_grammar_make_valid_calls(name: str, directory: Path) -> None:
     model = MODELS[name]
-    for seed in range(4):
+    for seed in range(2):
         output = generate_randomly(model, rules_for(model, tool_choice="required"), directory, seed)
         assert output.finish_reason == "tool_calls"
         assert output.text == ""
@@ -198,11 +198,10 @@ def test_random_parameters_are_valid_by_their_schema(name: str, model_name: str,
     rules = rules_for(model, tools=tools, tool_choice="required", parallel_tool_calls=False)
     assert rules.grammar is not None
     assert ("\ntool_0_arguments: %json" in rules.grammar.text) == (name in NOT_EXPRESSED)
-    for seed in range(2):
-        output = generate_randomly(model, rules, directory, seed)
-        (call,) = output.tool_calls
-        assert output.text == ""
-        jsonschema.validate(json.loads(call.arguments), schema)
+    output = generate_randomly(model, rules, directory, seed=0)
+    (call,) = output.tool_calls
+    assert output.text == ""
+    jsonschema.validate(json.loads(call.arguments), schema)
 
 
 @pytest.mark.parametrize("model_name", TAGGED)
@@ -293,7 +292,7 @@ def test_calls_of_a_strict_function_are_valid_within_free_text(name: str, direct
     model = MODELS[name]
     rules = rules_for(model, tools=STRICT_TOOLS)
     marks = ("<tool_call>", "<|tool_calls_section_begin|>", "<|channel|>", "<|end|>")
-    outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=marks) for seed in range(30)]
+    outputs = [generate_randomly(model, rules, directory, seed, preferred_texts=marks) for seed in range(15)]
     assert any(output.tool_calls for output in outputs)
     assert any(output.text for output in outputs)
     for output in outputs:

@@ -99,7 +99,7 @@ async def test_body_with_every_field_is_answered(path: str) -> None:
         assert await sender.status(FULL_BODIES[path]) == 200
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 @pytest.mark.parametrize("path", FULL_BODIES)
 async def test_no_mutated_body_causes_a_server_error(path: str, data: st.DataObject) -> None:

@@ -357,5 +357,5 @@ def is_usable(buffer: SharedBuffer) -> bool:
     return buffer._state.name == "HELD"
 
 
-Buffers.TestCase.settings = settings(max_examples=60, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+Buffers.TestCase.settings = settings(max_examples=30, stateful_step_count=50, suppress_health_check=list(HealthCheck))
 TestBuffers = Buffers.TestCase

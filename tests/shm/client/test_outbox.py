@@ -7,12 +7,13 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from penstock.shm.client import Overloaded
+from penstock.shm.client import GenerationRequest, Overloaded
 from penstock.shm.client.session import Session
-from penstock.shm.messages import FailureCode, Finish
-from tests.shm.client.harness import LONG, at_base, connected, read, request, tokens_of, until
+from penstock.shm.messages import FailureCode, Finish, Picture
+from tests.shm.client.harness import GREEDY, LONG, at_base, connected, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
 
 
@@ -48,6 +49,31 @@ async def test_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path:
                 FailureCode.CONTEXT_TOO_LONG,
                 5000,
             )
+
+
+def with_pictures(prompt: list[int], *sizes: int) -> GenerationRequest:
+    pictures = tuple(Picture(((0, 1),), bytes(32), (size,), (1, 1, 1)) for size in sizes)
+    pixels = tuple(map(bytes, sizes))
+    return GenerationRequest(prompt, 5, GREEDY, pictures=pictures, pixels=pixels)
+
+
+async def test_requests_pass_those_whose_pictures_find_no_room(socket_path: Path) -> None:
+    """The arena has 16 slots for pixels."""
+    card = msgspec.structs.replace(model_card(max_context_tokens=LONG), max_picture_bytes=60_000)
+    with ScriptedBackend(socket_path, Script(card)) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            prompts = [[n] for n in range(10)]
+            streams = [client.submit(with_pictures(prompt, 60_000, 50_000)) for prompt in prompts]
+            too_many = client.submit(with_pictures([1], *[60_000] * 17))
+            words = client.submit(request([3], 5))
+            assert (client.balance()["pixels"], client.balance()["unsent"]) == (8, 2)
+            streams.pop(0).cancel()
+            await until(lambda: client.balance()["unsent"] == 1)
+            backend.engine.paused = False
+            assert await tokens_of(words) == expected_tokens([3], 5)
+            assert [await tokens_of(stream) for stream in streams] == [expected_tokens(p, 5) for p in prompts[1:]]
+            assert (await read(too_many))[1].failure is FailureCode.BAD_PICTURE
 
 
 async def test_slow_reader_receives_all_tokens_in_bounded_batches(socket_path: Path) -> None:

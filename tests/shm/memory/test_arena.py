@@ -225,9 +225,37 @@ def test_slots_of_a_killed_writer_are_whole_or_refused(pair: Pair) -> None:
             assert payload == bytes([sequence % 251]) * (4 + sequence * 37 % 8000)
 
 
+def test_pixels_take_slots_in_a_row_behind_those_of_tokens() -> None:
+    slots, slot_bytes, num_token_slots = arena.geometry(8192, 200_000)
+    fd = arena.create_fd(slots, slot_bytes)
+    writer, reader = Arena(fd, slots, slot_bytes, EPOCH, num_token_slots), ArenaReader(fd, slots, slot_bytes, EPOCH)
+    pixels = [os.urandom(200_000) for _ in range(16)]
+    assert writer.has_room(map(len, pixels))
+    refs = [writer.write_pixels(each) for each in pixels]
+    assert [bytes(reader.read_pixels(ref)) for ref in refs] == pixels
+    assert not writer.has_room([1])
+    assert writer.has_room([200_000] * 16, when_empty=True)
+    with pytest.raises(ArenaFull):
+        writer.write_pixels(b"abcd")
+    assert reader.read(writer.write(b"abcd")) == b"abcd"
+    before = os.fstat(fd).st_blocks
+    for ref in (refs[3], refs[5]):
+        assert writer.free(ref)
+    assert os.fstat(fd).st_blocks <= before - 2 * 200_000 // 512  # the memory is given back
+    with pytest.raises(DescriptorError, match="does not hold payload 3"):
+        reader.read_pixels(refs[3])
+    assert writer.has_room([200_000, 200_000])
+    assert not writer.has_room([400_000])  # the free slots are not in a row
+    writer.close()
+    reader.close()
+    with pytest.raises(DescriptorError):
+        reader.read_pixels(refs[0])
+    os.close(fd)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 4096, 4097, 32768, 131072, 1 << 20])
 def test_slot_holds_a_full_context(num_tokens: int) -> None:
-    slots, slot_bytes = arena.geometry(num_tokens)
+    slots, slot_bytes, _ = arena.geometry(num_tokens)
     assert slots >= 1
     assert slot_bytes % 4096 == 0
     if num_tokens > 4096:

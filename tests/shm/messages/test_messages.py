@@ -70,9 +70,19 @@ texts = headers | {
     "stop_token_ids": st.lists(i31, max_size=64).map(tuple),
 }
 terms = st.builds(wire.QuoteTerms, st.integers(1, 1024), i31)
+sizes = st.integers(1, 1 << 26)
+pictures = st.builds(
+    wire.Picture,
+    st.lists(st.tuples(i31, st.integers(1, MAX_CONTEXT_TOKENS)), min_size=1, max_size=4).map(tuple),
+    st.binary(min_size=32, max_size=32),
+    st.lists(sizes, min_size=1, max_size=5).map(tuple),
+    st.tuples(sizes, sizes, sizes),
+    st.none() | refs,
+)
 generates = st.builds(
     Generate,
     **texts,
+    pictures=st.lists(pictures, max_size=3).map(tuple),
     linger=st.none()
     | st.builds(wire.Linger, names, st.integers(1, 3600), st.integers(0, 65535), st.binary(max_size=9)),
     refuse_late=st.none() | terms,
@@ -107,6 +117,14 @@ def test_step_outputs_keep_their_columns(events: list[tuple[int, int, int]]) -> 
         tuple(Failure(e[0], 1, 2) for e in events),
     )
     assert decode_to_frontend(encode(outputs)) == outputs
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 300))
+def test_ids_of_a_picture_are_negative_and_its_own(digest: bytes, count: int) -> None:
+    ids = wire.picture_token_ids(digest, count)
+    assert max(ids) <= -2
+    assert ids == wire.picture_token_ids(digest, 300)[:count]
+    assert ids != wire.picture_token_ids(bytes([digest[0] ^ 1]) + digest[1:], count)
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

@@ -27,7 +27,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(todo=operations, num_pages=st.integers(5, 12), late=st.integers(0, 30))
 def test_open_requests_and_ended_steps_are_those_of_the_engine(
     todo: list[tuple[str, int, int]], num_pages: int, late: int

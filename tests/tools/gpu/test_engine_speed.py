@@ -20,8 +20,8 @@ from tests.tools.gpu.device_context import NoMemoryCounter, Record, make_device_
 
 def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
     engine = engine_runs.EnginePlan(
-        users=3, user_prompt_tokens=24, user_new_tokens=8, user_batch_tokens=32, user_s=3.0, requests=6, shortest=5,
-        longest=12, batch_tokens=64, num_concurrent=4, concurrent_prompt_tokens=9, concurrent_new_tokens=24,
+        users=2, user_prompt_tokens=24, user_new_tokens=4, user_batch_tokens=32, user_s=3.0, requests=3, shortest=5,
+        longest=8, batch_tokens=64, num_concurrent=2, concurrent_prompt_tokens=9, concurrent_new_tokens=12,
     )  # fmt: skip
     plan = end_to_end.ModelPlan(
         "llama8b",
@@ -30,7 +30,7 @@ def tiny_plan(**changes: Any) -> end_to_end.ModelPlan:
         (("1k", 40), ("2k", 70)),
         engine,
         ttft_tokens=40,
-        num_steps=3,
+        num_steps=2,
         dtype=torch.float32,
         host_kv_bytes=1 << 20,
     )

@@ -34,6 +34,17 @@ _QWEN3_VL_MOE = replace(
     names=TensorNames(fused_experts="mlp.experts", fused_takes_turns=False),
 )
 _QWEN2_VL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+_LLAMA_DEFAULTS = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+}
+"""Of transformers' LlamaConfig: LLaVA's files leave out what is equal to them."""
+_IDEFICS3 = TextPart({"llama": FAMILIES["LlamaForCausalLM"]}, tie_embeddings=False)
 _QWEN3_VL_DEFAULTS = {"rope_theta": 500_000.0}
 
 
@@ -48,6 +59,22 @@ TEXT_PARTS = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "InternVLForConditionalGeneration": TextPart(
+        {
+            "qwen2": FAMILIES["Qwen2ForCausalLM"],
+            "qwen3": FAMILIES["Qwen3ForCausalLM"],
+            "llama": FAMILIES["LlamaForCausalLM"],
+        },
+        tie_embeddings=True,
+    ),
+    "LlavaForConditionalGeneration": TextPart(
+        {"llama": FAMILIES["LlamaForCausalLM"], "mistral": FAMILIES["MistralForCausalLM"]},
+        tie_embeddings=False,
+        defaults=_LLAMA_DEFAULTS,
+    ),
+    "LlavaOnevisionForConditionalGeneration": TextPart({"qwen2": FAMILIES["Qwen2ForCausalLM"]}, tie_embeddings=False),
     "Mistral3ForConditionalGeneration": TextPart(
         {"mistral": FAMILIES["MistralForCausalLM"], "ministral3": FAMILIES["Ministral3ForCausalLM"]},
         tie_embeddings=False,

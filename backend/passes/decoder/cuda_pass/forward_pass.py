@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
+    from penstock.backend.forward_pass.extensions import PictureTower
     from penstock.backend.passes.cuda.device.device import Device
     from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
     from penstock.backend.passes.decoder.cuda_pass.workspace_plan import PassSettings
@@ -80,6 +81,8 @@ class CudaDecoderPass:
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
+    picture_tower: PictureTower | None = None
+    """See `IEncodesPictures`."""
 
     def __init__(
         self,

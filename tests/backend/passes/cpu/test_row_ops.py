@@ -28,7 +28,7 @@ from tests.backend.passes.cpu.ops_harness import (
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 7, 13, 49, 100])
+@pytest.mark.parametrize("num_rows", [1, 6, 13, 100])
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear_operations_match_float64(num_rows: int, biased: bool, dtype: torch.dtype, make_ops: MakeOps) -> None:
     """With widths that do not fill whole panels of the packed layout."""
@@ -56,7 +56,7 @@ def test_linear_operations_match_float64(num_rows: int, biased: bool, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("num_rows", [1, 7, 96, 97, 200])
+@pytest.mark.parametrize("num_rows", [7, 97, 200])
 def test_long_products_match_float64(num_rows: int, dtype: torch.dtype, make_ops: MakeOps) -> None:
     """With more inputs and more rows than the native kernel handles at once."""
     config = replace(BASE, intermediate_size=4500)

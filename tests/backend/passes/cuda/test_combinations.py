@@ -153,9 +153,12 @@ def expect_all(bench: Bench, unfinished: Sequence[int] = ()) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pass_class", "capacity"),
-    [(EmulatedCudaPass, 0), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
-    ids=["no plan ahead", "late work", "late work, far ahead"],
+    ("kind", "pass_class", "capacity"),
+    [
+        (KINDS[0], EmulatedCudaPass, 0),
+        (KINDS[1], DeferredCudaPass, 1),
+        *((kind, DeferredCudaPass, 4) for kind in KINDS),
+    ],
 )
 def test_every_stream_equals_transformers_for_any_kind_of_prompt(
     kind: str, pass_class: type[EmulatedCudaPass | DeferredCudaPass], capacity: int, tmp_path: Path
@@ -220,14 +223,13 @@ def bits_of_tokens_alone() -> list[Any]:
     return bits(bench.received())
 
 
-@pytest.mark.parametrize("kind", ["read by the host", "on the device"])
 @pytest.mark.parametrize(
-    ("num_pages", "num_host_pages", "settings"),
+    ("kind", "num_pages", "num_host_pages", "settings"),
     [
-        (64, 0, {"max_batch_tokens": 1, "capacity": 0}),
-        (9, 0, {"max_batch_tokens": 7}),
-        (9, 16, {}),
-        (9, 16, {"capacity": 4, "max_batch_tokens": 20}),
+        ("read by the host", 64, 0, {"max_batch_tokens": 1, "capacity": 0}),
+        ("on the device", 9, 0, {"max_batch_tokens": 7}),
+        ("read by the host", 9, 16, {}),
+        ("on the device", 9, 16, {"capacity": 4, "max_batch_tokens": 20}),
     ],
     ids=["token by token", "computed again in chunks", "restored", "restored in chunks, far ahead"],
 )
@@ -317,7 +319,16 @@ def raise_device_error(*_args: Any) -> Any:
     raise DeviceError("cuMemcpyAsync: CUDA_ERROR_INVALID_VALUE (1)")
 
 
-@pytest.mark.parametrize(("is_late", "capacity", "num_pages"), [(False, 0, 12), (True, 1, 11), (False, 4, 12)])
+@pytest.mark.parametrize(
+    ("kind", "is_late", "capacity", "num_pages"),
+    [
+        (KINDS[0], False, 0, 12),
+        (KINDS[1], True, 1, 11),
+        (KINDS[2], True, 1, 11),
+        (KINDS[1], False, 4, 12),
+        (KINDS[2], False, 4, 12),
+    ],
+)
 def test_bisection_of_a_step_with_restores_fails_only_the_bad_row(
     kind: str, *, is_late: bool, capacity: int, num_pages: int, tmp_path: Path
 ) -> None:

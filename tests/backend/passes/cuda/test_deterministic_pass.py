@@ -74,7 +74,7 @@ def test_bits_do_not_depend_on_batch_slot_or_pages(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("model", "chunk"),
-    [(model, chunk) for place, model in enumerate(MODELS) for chunk in ((1, 16), (3, 1), (16, 3))[place % 3]],
+    [(model, (1, 3, 16)[place % 3]) for place, model in enumerate(MODELS)],
     ids=lambda value: value if isinstance(value, int) else "-".join(value),
 )
 def test_bits_do_not_depend_on_chunk_sizes(model: Model, chunk: int) -> None:
@@ -85,7 +85,7 @@ def test_bits_do_not_depend_on_chunk_sizes(model: Model, chunk: int) -> None:
     require_same_bits(generate(driver, driver.add(PROMPT), chunk), alone(model))
 
 
-@pytest.mark.parametrize("model", MODELS, ids="-".join)
+@pytest.mark.parametrize("model", MODELS[::2], ids="-".join)
 def test_bits_do_not_change_when_a_sequence_is_recomputed(model: Model) -> None:
     """Tokens that were computed one by one are then part of a chunk, and vice versa."""
     expected = alone(model)

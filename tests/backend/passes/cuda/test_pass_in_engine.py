@@ -98,13 +98,6 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.fixture(params=[(32, 0), (9, 0), (9, 16)], ids=["enough pages", "preempted", "preempted, kept on the host"])
-def num_pages(request: pytest.FixtureRequest) -> tuple[int, int]:
-    """Return the number of pages on the device and on the host."""
-    on_device, on_host = request.param
-    return on_device, on_host
-
-
 def load(
     pass_class: type[EmulatedCudaPass | DeferredCudaPass], num_host_pages: int
 ) -> EmulatedCudaPass | DeferredCudaPass:
@@ -114,17 +107,20 @@ def load(
 
 
 @pytest.fixture(
-    params=[(EmulatedCudaPass, 1), (DeferredCudaPass, 1), (DeferredCudaPass, 4)],
-    ids=["work at once", "late work", "late work, far ahead"],
+    params=[
+        (EmulatedCudaPass, 1, 9, 16),
+        (DeferredCudaPass, 1, 9, 0),
+        (DeferredCudaPass, 4, 32, 0),
+        (DeferredCudaPass, 4, 9, 16),
+    ],
+    ids=["work at once", "late work", "far ahead, enough pages", "far ahead, kept on the host"],
 )
-def bench(
-    num_pages: tuple[int, int], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[AheadBench]:
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[AheadBench]:
+    """With enough pages, or with so few that sequences are preempted."""
     monkeypatch.setattr(
         "penstock.backend.passes.decoder.cuda_pass.forward_pass.measure_link", lambda _device: LinkSpeed(1e18, 1e18)
     )
-    pass_class, capacity = request.param
-    on_device, on_host = num_pages
+    pass_class, capacity, on_device, on_host = request.param
     made = AheadBench(load(pass_class, on_host), on_device, capacity, on_host)
     assert made.forward_pass.num_host_pages == on_host
     yield made

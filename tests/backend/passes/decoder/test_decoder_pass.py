@@ -99,16 +99,14 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize(
     ("architecture", "chunk", "make"),
     [
-        (architecture, chunk, make_torch_ops if place == i % 3 else make_native_ops)
+        (architecture, chunk, make_torch_ops if place == i % 2 else make_native_ops)
         for i, architecture in enumerate(PRESETS)
-        for place, chunk in enumerate((None, 1, 7))
+        for place, chunk in enumerate((1, 7))
     ],
     ids=name_of,
 )
-def test_logits_of_ragged_prompts_equal_those_of_transformers(
-    architecture: str, chunk: int | None, make: MakeOps
-) -> None:
-    """Each preset in chunks of every size: one of them in torch, the others on this machine's kernels."""
+def test_logits_of_ragged_prompts_equal_those_of_transformers(architecture: str, chunk: int, make: MakeOps) -> None:
+    """Each preset in chunks of both sizes: one of them in torch, the other on this machine's kernels."""
     batch = prompts(LENGTHS.get(architecture, SHORT if chunk == 1 else RAGGED))
     driver = Driver(make_pass(architecture, make), num_pages=64, page_size=8)
     for prompt, logits in zip(batch, run_prompts(driver, batch, chunk), strict=True):
@@ -172,14 +170,10 @@ def test_short_longrope_contexts_use_the_short_factors(make_ops: MakeOps) -> Non
         np.testing.assert_allclose(logits, oracle_logits("phi3-longrope", prompt)[-1], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "make"),
-    [*((name, make_native_ops) for name in PRESETS), *((name, make_torch_ops) for name in ON_ALL_PATHS)],
-    ids=name_of,
-)
-def test_64_greedy_tokens_equal_those_of_transformers(architecture: str, make: MakeOps) -> None:
+@pytest.mark.parametrize("architecture", PRESETS)
+def test_64_greedy_tokens_equal_those_of_transformers(architecture: str) -> None:
     batch = prompts(LENGTHS.get(architecture, (3, 40)), seed=1)
-    driver = Driver(make_pass(architecture, make), num_pages=48, page_size=16)
+    driver = Driver(make_pass(architecture, make_native_ops), num_pages=48, page_size=16)
     run_prompts(driver, batch)
     driver.decode(63)
     for row in driver.rows:
@@ -206,14 +200,14 @@ def for_all_dtypes(test: Callable[..., None]) -> Callable[..., None]:
         (dtype, kv_dtype, architecture)
         for i, dtype in enumerate((torch.float32, torch.bfloat16))
         for j, kv_dtype in enumerate(KV_DTYPES)
-        for architecture in OF_EVERY_KIND[(i + j) % 2 :: 2]
+        for architecture in OF_EVERY_KIND[(i + j) % 3 :: 3]
     ],
     ids=str,
 )
 def test_row_is_the_same_bits_alone_and_in_a_batch(
     architecture: str, dtype: torch.dtype, kv_dtype: str, make_deterministic: MakeOps
 ) -> None:
-    """Compares prefill and decode, in other pages; half of the pairs of dtypes for each architecture."""
+    """Compares prefill and decode, in other pages; a third of the pairs of dtypes for each architecture."""
     assert_same_bits_alone_and_in_a_batch(architecture, dtype, kv_dtype, make_deterministic)
 
 

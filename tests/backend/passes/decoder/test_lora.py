@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,7 @@ def add_rows(driver: Driver, choices: tuple[int, ...] = EACH, seed: int = 0) -> 
     return rows
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "chunk"), list(zip(PRESETS, cycle((None, 7)), strict=False)))
 def test_rows_with_their_own_adapters_equal_merged_weights(
     preset: str, chunk: int | None, make_usual_ops: MakeOps
 ) -> None:

@@ -52,9 +52,11 @@ def test_a_path_computes_what_torch_computes(path: str, preset: str, tmp_path: P
         native.close()
 
 
-@pytest.mark.parametrize("preset", ["bert", "mpnet", "modernbert"])
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [("bert", torch.float32), ("bert", torch.bfloat16), ("mpnet", torch.float32), ("modernbert", torch.bfloat16)],
+)
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_depend_on_neither_batch_nor_threads(path: str, preset: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_encoder(preset, "Model", tmp_path, max_position_embeddings=400)
     rows = random_rows((1, 7, 390, 16, 33, 150, 2, 64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,7 @@ def make_driver(model: str | Path, kv_dtype: str = "fp32") -> Driver:
     return Driver(TransformersPass.load(path, FP32), num_pages=64, page_size=8, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "chunk"), list(zip(FAMILIES, cycle((None, 7)), strict=False)))
 def test_family_continues_a_batch_as_generate_does(name: str, chunk: int | None) -> None:
     driver = make_driver(name)
     rows = [driver.add(prompt) for prompt in PROMPTS]

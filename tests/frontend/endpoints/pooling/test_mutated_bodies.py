@@ -56,7 +56,7 @@ async def test_body_with_every_field_is_answered(path: str) -> None:
         await sender.check_not_objects()
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.data())
 async def test_no_mutated_body_causes_a_server_error(data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(BODIES)))

@@ -20,11 +20,11 @@ SAMPLE = Sample(3, "config.json: ['x'] = 1", {})
 
 
 def test_short_form_finds_no_fault() -> None:
-    outcome = fuzz(40, seed=7, lasts_s=600.0, keep=None, say=print)
+    outcome = fuzz(20, seed=7, lasts_s=600.0, keep=None, say=print)
     assert outcome.faults == []
-    assert outcome.counts.total() == 40
-    assert outcome.counts["ran"] >= 9
-    assert outcome.counts["refused in one line"] >= 15
+    assert outcome.counts.total() == 20
+    assert outcome.counts["ran"] >= 4
+    assert outcome.counts["refused in one line"] >= 7
 
 
 def test_same_seed_damages_the_same_way_and_another_one_differs(tmp_path: Path) -> None:

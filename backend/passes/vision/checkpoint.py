@@ -1,0 +1,115 @@
+"""Builds the vision part of a checkpoint by transformers: its tower and its projector, without the text model."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.backend.checkpoint.config.architectures.names import find_architecture
+from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.weights import open_tensor_files
+from penstock.backend.errors import StartupError
+from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, VisionFamily
+
+logger = logging.getLogger("penstock.backend")
+
+_TEXT_PARTS = ("language_model", "text_model")
+
+
+def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | None:
+    """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
+    path = model_dir / CONFIG_FILE
+    values = read_json_object(path)
+    if not isinstance(values.get("vision_config"), dict):
+        return None
+    architecture = str(find_architecture(values))
+    family = FAMILIES.get(architecture)
+    if family is None:
+        reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
+    elif find_spec("transformers") is None:
+        family, reason = None, "they need penstock[transformers]"
+    if family is None and says_why:
+        logger.warning("pictures are not taken: %s", reason)
+    return family
+
+
+def read_config(model_dir: Path) -> Any:
+    """transformers' config with a text model as small as it may be. Raises StartupError."""
+    import transformers
+
+    path = model_dir / CONFIG_FILE
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # vision parts are stored plain
+        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:1]
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds
+        raise StartupError(f"{path}: its vision part cannot be read: {_line(error)}") from None
+    return config
+
+
+def empty_model(config: Any) -> Any:
+    """The vision part without memory."""
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            return _without_text(transformers.AutoModelForImageTextToText.from_config(config))
+    except Exception as error:  # noqa: BLE001 - as in `read_config`
+        raise StartupError(f"{CONFIG_FILE}: its vision part cannot be built: {_line(error)}") from None
+
+
+def load_model(model_dir: Path, config: Any, device: torch.device) -> Any:
+    """The vision part in fp32 on the device. Raises StartupError."""
+    import transformers
+
+    with ExitStack() as files:
+        open_tensor_files(model_dir, files)  # checks headers, as for the text model
+    logging_of_library: Any = transformers.utils.logging
+    logging_of_library.set_verbosity_error()
+    logging_of_library.disable_progress_bar()
+    try:
+        whole, info = transformers.AutoModelForImageTextToText.from_pretrained(
+            model_dir,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except Exception as error:  # noqa: BLE001 - as in `read_config`
+        raise StartupError(f"transformers cannot load the vision part of {model_dir}: {_line(error)}") from None
+    model = _without_text(whole)
+    own = {f"model.{name}" for name, _ in model.named_parameters()}
+    if missing := sorted(own.intersection(info["missing_keys"])):
+        raise StartupError(f"{model_dir}: tensor {missing[0]} is missing")
+    for name, stored, expected in info["mismatched_keys"]:
+        if name in own:
+            raise StartupError(
+                f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
+            )
+    return model.eval().requires_grad_(requires_grad=False).to(device)
+
+
+def _without_text(whole: Any) -> Any:
+    model = whole.model
+    for name in _TEXT_PARTS:
+        if hasattr(model, name):
+            setattr(model, name, torch.nn.Identity())
+    return model
+
+
+def _line(error: Exception) -> str:
+    return shorten(" ".join(str(error).split()))

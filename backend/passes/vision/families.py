@@ -1,0 +1,202 @@
+"""The architectures whose pictures are taken: how pixels become embeddings.
+
+Their image tokens are ordinary tokens of the text model: each attends to those before it, at the next position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Grid: TypeAlias = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class VisionFamily:
+    """config and model are transformers'. Pixels of a picture are [tiles, 3, height, width]."""
+
+    count: Callable[[Any, tuple[int, int, int], Grid], int]
+    """(model, (tiles, height, width), grid) → number of embeddings. Raises ValueError."""
+    encode: Callable[[Any, Tensor, Grid], Tensor]
+    """(model, normalised pixels, grid) → embeddings [tokens, hidden]."""
+    max_tiles: Callable[[Any, dict[str, Any]], int]
+    """(config, the image processor's settings) → the most tiles of image_size² of one picture."""
+    mean_and_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
+    """Of the processor's class, for files that leave them out."""
+
+
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+def image_size(config: Any) -> int:
+    """Pixels of a tile's side."""
+    size = config.vision_config.image_size
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def patch_size(config: Any) -> int:
+    size = config.vision_config.patch_size
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _check_tiles(config: Any, tiles: tuple[int, int, int]) -> None:
+    side = image_size(config)
+    if tiles[1:] != (side, side):
+        raise ValueError(f"its tiles are {tiles[1]} × {tiles[2]} pixels; this model takes {side} × {side}")
+
+
+def _side(config: Any) -> int:
+    """Patches of a tile's side."""
+    return image_size(config) // patch_size(config)
+
+
+# Idefics 3 and SmolVLM: squares of patches become one token
+
+
+def _count_idefics3(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    _check_tiles(model.config, tiles)
+    return int(tiles[0] * (_side(model.config) // model.config.scale_factor) ** 2)
+
+
+def _encode_idefics3(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    return torch.cat([model.get_image_features(tile[None, None]).pooler_output[0] for tile in pixels])
+
+
+def _max_tiles_idefics3(config: Any, processor: dict[str, Any]) -> int:
+    size = processor.get("size")
+    longest = size.get("longest_edge") if isinstance(size, dict) else None
+    per_side = -(-longest // image_size(config)) if isinstance(longest, int) and longest > 0 else 4
+    return int(per_side**2 + 1)
+
+
+# InternVL
+
+
+def _count_internvl(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    _check_tiles(model.config, tiles)
+    return int(tiles[0] * int(_side(model.config) * model.config.downsample_ratio) ** 2)
+
+
+def _encode_internvl(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    return torch.cat([model.get_image_features(tile[None]).pooler_output[0] for tile in pixels])
+
+
+def _max_tiles_internvl(_: Any, processor: dict[str, Any]) -> int:
+    patches = processor.get("max_patches")
+    return (patches if isinstance(patches, int) and patches > 0 else 12) + 1
+
+
+# LLaVA, also with Pixtral's tower, which takes any size
+
+
+def _is_pixtral(config: Any) -> bool:
+    return bool(config.vision_config.model_type == "pixtral")
+
+
+def _count_patches(config: Any, tiles: tuple[int, int, int], merge: int) -> int:
+    num_tiles, height, width = tiles
+    side, most = patch_size(config) * merge, image_size(config)
+    if num_tiles != 1 or height % side or width % side or max(height, width) > most:
+        raise ValueError(f"pixels [{num_tiles}, 3, {height}, {width}]; sides are multiples of {side} up to {most}")
+    return height // side * (width // side)
+
+
+def _count_llava(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    config = model.config
+    if _is_pixtral(config):
+        return _count_patches(config, tiles, 1)
+    if tiles[0] != 1:
+        raise ValueError(f"{tiles[0]} tiles; this model takes 1")
+    _check_tiles(config, tiles)
+    return int(_side(config) ** 2 + (config.vision_feature_select_strategy == "full"))
+
+
+def _encode_llava(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    sizes = {"image_sizes": [tuple(pixels.shape[2:])]} if _is_pixtral(model.config) else {}
+    features: Tensor = model.get_image_features(pixels, **sizes).pooler_output[0]
+    return features
+
+
+# Mistral 3: Pixtral's tower, and squares of patches become one token
+
+
+def _count_mistral3(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    return _count_patches(model.config, tiles, model.config.spatial_merge_size)
+
+
+def _encode_mistral3(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    sizes = torch.tensor([pixels.shape[2:]])
+    features: Tensor = model.get_image_features(pixels, image_sizes=sizes).pooler_output[0]
+    return features
+
+
+# LLaVA-OneVision: tiles are put together and cut to the picture's sides, which are in the grid
+
+
+def _pack(model: Any, tiles: Tensor, grid: Grid, newline: Tensor) -> Tensor:
+    """tiles [tiles, tokens, width], newline [width]."""
+    packed: Tensor = model.pack_image_features(
+        [tiles], torch.tensor([grid[1:]]), image_newline=newline, vision_aspect_ratio=model.config.vision_aspect_ratio
+    )[0][0]
+    return packed
+
+
+def _count_onevision(model: Any, tiles: tuple[int, int, int], grid: Grid) -> int:
+    _check_tiles(model.config, tiles)
+    if tiles[0] > 1 and tiles[0] != _expected_tiles(model.config, grid):
+        expected = _expected_tiles(model.config, grid)
+        raise ValueError(f"{tiles[0]} tiles; a picture of {grid[1]} × {grid[2]} pixels has {expected}, or 1")
+    return len(_pack(model, torch.zeros(tiles[0], _side(model.config) ** 2, 1), grid, torch.zeros(1)))
+
+
+def _expected_tiles(config: Any, grid: Grid) -> int:
+    from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
+
+    return int(image_size_to_num_patches(list(grid[1:]), config.image_grid_pinpoints, image_size(config)))
+
+
+def _encode_onevision(model: Any, pixels: Tensor, grid: Grid) -> Tensor:
+    sizes, several = torch.tensor([grid[1:]]), [2]  # with several pictures, each is one tile, and a newline follows
+    tiles = [
+        model.get_image_features(tile[None, None], sizes, batch_num_images=several).pooler_output[0][:-1]
+        for tile in pixels
+    ]
+    return _pack(model, torch.stack(tiles), grid, model.image_newline)
+
+
+def _max_tiles_onevision(config: Any, _: dict[str, Any]) -> int:
+    return 1 + max(int(height * width) for height, width in config.image_grid_pinpoints) // image_size(config) ** 2
+
+
+def _one_tile(_: Any, __: dict[str, Any]) -> int:
+    return 1
+
+
+_IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _max_tiles_idefics3)
+FAMILIES = {
+    "Idefics3ForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "InternVLForConditionalGeneration": VisionFamily(
+        _count_internvl,
+        _encode_internvl,
+        _max_tiles_internvl,
+        ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ),
+    "LlavaForConditionalGeneration": VisionFamily(_count_llava, _encode_llava, _one_tile, _CLIP),
+    "LlavaOnevisionForConditionalGeneration": VisionFamily(
+        _count_onevision, _encode_onevision, _max_tiles_onevision, _CLIP
+    ),
+    "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _one_tile, _CLIP),
+}
+UNSUPPORTED = {
+    "Gemma3ForConditionalGeneration": "its image tokens attend to each other both ways",
+    "Qwen2VLForConditionalGeneration": "its image tokens have positions on three axes",
+    "Qwen2_5_VLForConditionalGeneration": "its image tokens have positions on three axes",
+    "Qwen3VLForConditionalGeneration": "its image tokens have positions on three axes",
+    "Qwen3VLMoeForConditionalGeneration": "its image tokens have positions on three axes",
+}
+"""Architecture → why only its text model is served."""

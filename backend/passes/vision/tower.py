@@ -1,0 +1,93 @@
+"""`VisionTower`: the `PictureTower` of a checkpoint, in torch and fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from penstock.backend.forward_pass import PassOptions, PassSpec
+from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
+from penstock.backend.passes.vision.checkpoint import empty_model, find_family, load_model, read_config
+from penstock.backend.passes.vision.families import Grid, VisionFamily, image_size, patch_size
+from penstock.backend.passes.vision.pixels import Normalization, read_processor
+from penstock.shm.messages import MAX_CONTEXT_TOKENS
+
+_CHANNELS = 3
+_ROW_VALUES = 10
+"""Values of hidden_size that a patch has at the same time in a layer."""
+
+
+class VisionTower:
+    """Encodes a tile at a time, so its memory is that of one tile."""
+
+    def __init__(self, model: Any, family: VisionFamily, normalization: Normalization, max_picture_bytes: int) -> None:
+        self._model = model
+        self._family = family
+        self._normalization = normalization
+        self.max_picture_bytes = max_picture_bytes
+        self._device = next(model.parameters()).device
+        self._give_way: Callable[[], None] = lambda: None
+        for blocks in model.modules():
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    block.register_forward_pre_hook(self._before_block)
+
+    @classmethod
+    def load(cls, model_dir: Path, options: PassOptions) -> VisionTower | None:
+        """None if the model's pictures are not taken. Raises StartupError."""
+        if (family := find_family(model_dir, says_why=True)) is None:
+            return None
+        config, processor = read_config(model_dir), read_processor(model_dir)
+        model = load_model(model_dir, config, torch.device(options.device))
+        normalization = Normalization.read(processor, family)
+        return cls(model, family, normalization, _max_picture_bytes(config, processor, family))
+
+    def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
+        if len(shape) != 4 or shape[1] != _CHANNELS:
+            raise ValueError(f"pixels {list(shape)}; this model takes [tiles, {_CHANNELS}, height, width]")
+        return self._family.count(self._model, (shape[0], *shape[2:]), grid)
+
+    def encode(self, pixels: NDArray[np.uint8], grid: Grid, give_way: Callable[[], None]) -> NDArray[np.float32]:
+        self._give_way = give_way
+        with torch.inference_mode():
+            normalized = self._normalization.apply(torch.from_numpy(pixels.copy())).to(self._device)
+            rows: NDArray[np.float32] = self._family.encode(self._model, normalized, grid).float().cpu().numpy()
+        return rows
+
+    def _before_block(self, _: nn.Module, __: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the device has done what comes before, so a step can go first
+        self._give_way()
+
+
+def _max_picture_bytes(config: Any, processor: dict[str, Any], family: VisionFamily) -> int:
+    num_bytes = family.max_tiles(config, processor) * _CHANNELS * image_size(config) ** 2
+    return min(num_bytes, 4 * MAX_CONTEXT_TOKENS)
+
+
+def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
+    """The spec of a decoder with its vision tower, if it has one. Raises StartupError."""
+    if not spec.generates or (family := find_family(model_dir)) is None:
+        return spec
+    config, processor = read_config(model_dir), read_processor(model_dir)
+    max_picture_bytes, vision = _max_picture_bytes(config, processor, family), config.vision_config
+    weight_bytes = 4 * sum(parameter.numel() for parameter in empty_model(config).parameters())
+    patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
+    num_patches = (image_size(config) // patch_size(config)) ** 2
+    workspace_bytes = 4 * num_patches * patch_values + 6 * max_picture_bytes
+    if options.device == "cpu":
+        workspace_bytes += PICTURE_CACHE_BYTES
+    return replace(
+        spec,
+        weight_bytes=spec.weight_bytes + weight_bytes,
+        workspace_bytes=spec.workspace_bytes + workspace_bytes,
+        max_picture_bytes=max_picture_bytes,
+        picture_bytes=weight_bytes + workspace_bytes,
+    )
