@@ -91,6 +91,10 @@ class PageIndex:
         fields = self._fields(page)
         return fields[3], fields[4]
 
+    def content(self, page: int) -> bytes:
+        """Its int32 tokens; empty if it is not indexed."""
+        return self._contents[page]
+
     def children(self, parent_hash: bytes) -> Iterator[tuple[int, bytes]]:
         """Pages that follow the page of this hash, with their content; the latest first."""
         page = self._latest.shard(parent_hash).get(parent_hash, -1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.kv_cache.eviction import IdlePages
 from penstock.backend.kv_cache.hand_over import HandOver, HandOverMemory
 from penstock.backend.kv_cache.host_offload import HostOffload, IPageStore
@@ -27,10 +28,11 @@ class PagePool:
         observers: Sequence[FullPageObserver] = (),
         store: IPageStore | None = None,
         names: FullPageObserver | None = None,
+        texts: EarlierTexts | None = None,
     ) -> None:
         """store has the host pages, if they outlive this process.
 
-        names learns of pages that are found on the device or on the host; observers learn of those on the device.
+        names learns of pages that are found on the device or on the host; observers and texts of those on the device.
         """
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
@@ -39,7 +41,10 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self.host_offload = HandOver(store) if isinstance(store, HandOverMemory) else HostOffload(num_host_pages, store)
         findable = None if names is None else FindablePages(names, self.host_offload)
-        self._index = PageIndex(num_pages, observers if findable is None else (findable, *observers))
+        observers = (*([] if findable is None else [findable]), *observers, *([] if texts is None else [texts]))
+        self._index = PageIndex(num_pages, observers)
+        if texts is not None:
+            texts.index = self._index
         if findable is not None:
             findable.watch(self._index)
         self._idle = IdlePages(self._index, self.host_offload, num_pages)

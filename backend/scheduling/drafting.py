@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import takewhile
 from typing import Protocol
 
+from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 from penstock.backend.sequences.sequence import Sequence
 
@@ -34,8 +36,10 @@ class StepTimes(Protocol):
 class Drafting:
     """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
 
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, texts: EarlierTexts | None = None) -> None:
         self._times = times
+        self.texts = texts
+        """Those of the pool's pages."""
         self._num_refused = 0
         """Plans without drafts of which one was likely."""
 
@@ -64,13 +68,15 @@ class Drafting:
         """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""
         if sequence.guesser is None:
             sequence.guesser = Guesser(sequence.max_total_tokens)
-        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence))
+        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence), partial(self._find_earlier, sequence))
         num_coming = sequence.num_computed - len(sequence.tokens)
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
         chances = sequence.guesser.chances(len(guess)) if guess else []
-        chosen = list(zip(guess, chances, strict=True))[num_coming:end]
-        return chosen if sequence.pictures is None else list(takewhile(_is_word, chosen))
+        return list(takewhile(_is_word, list(zip(guess, chances, strict=True))[num_coming:end]))
+
+    def _find_earlier(self, sequence: Sequence) -> list[int]:
+        return [] if self.texts is None else self.texts.find(sequence.salt, sequence.tokens)
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         """The number of drafts with the most tokens a second. chances descend. Without drafts each row brings one."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import chain, repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
-_NUM_EQUAL = 3
+NUM_EQUAL = 3
 """Tokens that must be equal."""
 _FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 _MAX_BITS = 16
@@ -16,6 +18,7 @@ _FEW_TOKENS = 16
 """More are indexed with numpy."""
 MAX_GUESSED = 16
 """Tokens of a guess that can be drafted in one step."""
+_OWN_TEXT, _EARLIER_TEXT, _GRAMMAR = range(3)
 _WEIGHT = 0.15
 """The weight of the newest token in the running mean of how often guesses are right."""
 
@@ -32,7 +35,7 @@ class PromptLookup:
         self._places = array("i", bytes(4 << num_bits))
         """Hash of three tokens → index of the token that followed them last; 0 for none. Tokens of one hash share a
         place."""
-        self._num_indexed = _NUM_EQUAL
+        self._num_indexed = NUM_EQUAL
 
     def find(self, tokens: array[int]) -> int:
         """The index from which the text may go on again; 0 if there is none.
@@ -40,81 +43,100 @@ class PromptLookup:
         tokens: the text, which only grows from call to call.
         """
         num_tokens = len(tokens)
-        if num_tokens < _NUM_EQUAL:
+        if num_tokens < NUM_EQUAL:
             return 0
         if num_tokens - self._num_indexed > _FEW_TOKENS:
-            self._index(np.array(tokens[self._num_indexed - _NUM_EQUAL :], np.int32))
+            self._index(np.array(tokens[self._num_indexed - NUM_EQUAL :], np.int32))
         for index in range(self._num_indexed, num_tokens):
             self._places[self._hash(tokens, index)] = index
         self._num_indexed = max(self._num_indexed, num_tokens)
         place = self._places[self._hash(tokens, num_tokens)]
-        return place if tokens[place - _NUM_EQUAL : place] == tokens[-_NUM_EQUAL:] else 0
+        return place if tokens[place - NUM_EQUAL : place] == tokens[-NUM_EQUAL:] else 0
 
     def _hash(self, tokens: array[int], end: int) -> int:
-        one, two, three = _FACTORS
-        mixed = tokens[end - 3] * one + tokens[end - 2] * two + tokens[end - 1] * three
-        return (mixed & 0xFFFFFFFF) >> self._shift
+        return mixed(tokens[end - 3], tokens[end - 2], tokens[end - 1]) >> self._shift
 
-    def _index(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    def _index(self, tokens: NDArray[np.int32]) -> None:
         """Index all tokens but the first three. Of several with one place the last counts."""
-        runs, count = tokens.astype(np.uint32), len(tokens) - _NUM_EQUAL
-        mixed = np.zeros(count, np.uint32)
-        for first, factor in enumerate(_FACTORS):
-            mixed += runs[first : first + count] * np.uint32(factor)
+        count = len(tokens) - NUM_EQUAL
         indices = np.arange(self._num_indexed, self._num_indexed + count, dtype=np.int32)
-        np.frombuffer(self._places, np.int32)[mixed >> np.uint32(self._shift)] = indices
+        np.frombuffer(self._places, np.int32)[mixed_runs(tokens) >> np.uint32(self._shift)] = indices
         self._num_indexed += count
 
 
+def mixed(first: int, second: int, third: int) -> int:
+    """32 bits that three tokens determine."""
+    one, two, three = _FACTORS
+    return (first * one + second * two + third * three) & 0xFFFFFFFF
+
+
+def mixed_runs(tokens: NDArray[np.int32]) -> NDArray[np.uint32]:
+    """`mixed` of the three tokens before each but the first three of a text, the last axis."""
+    runs, count = tokens.astype(np.uint32), max(0, tokens.shape[-1] - NUM_EQUAL)
+    hashes = np.zeros((*tokens.shape[:-1], count), np.uint32)
+    for first, factor in enumerate(_FACTORS):
+        hashes += runs[..., first : first + count] * np.uint32(factor)
+    return hashes
+
+
 class Guesser:
-    """The guess of one sequence's next tokens, and how often its guesses come true: those from its text, and those of
-    its grammar.
+    """The guess of one sequence's next tokens, and how often its guesses come true: those from its text, those from
+    earlier texts of its tenant, and those of its grammar.
 
     A guess is followed as long as it is right. It is judged whether or not it was drafted, so that a sequence whose
     guesses were wrong is drafted again when they become right.
     """
 
-    __slots__ = ("_first", "_forced", "_lookup", "_num_right", "_rates", "_source")
+    __slots__ = ("_first", "_kind", "_listed", "_lookup", "_num_right", "_rates", "_source")
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: the most that the sequence will have."""
         self._lookup = PromptLookup(num_tokens)
         self._source = 0
         """Index in the text from which the guess is taken; 0 if it is not from there."""
-        self._forced: list[int] = []
-        """The guess, if it is the grammar's."""
+        self._listed: list[int] = []
+        """The guess, if it is not from the text."""
+        self._kind = _OWN_TEXT
         self._first = 0
         """Index of the guess's first token."""
         self._num_right = 0
         """First tokens of the guess that came true."""
-        self._rates = [0.5, 0.5], [0.9, 0.9]
-        """How often the first token of a guess comes true, and how often one that follows a right one; of the text's
-        guesses and of the grammar's."""
+        self._rates = [0.5, 0.5], [0.5, 0.5], [0.9, 0.9]
+        """How often the first token of a guess comes true, and how often one that follows a right one; by its kind."""
 
-    def guess(self, tokens: array[int], forced: list[int]) -> list[int]:
+    def guess(self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]] = list) -> list[int]:
         """Up to MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow.
 
-        forced: what the sequence's grammar seems to force next. It goes before a new guess from the text.
+        forced: what the sequence's grammar seems to force next. It goes before a new guess from the text, and that
+        mostly before find_earlier: what followed in an earlier text.
         """
-        is_right, guessed = self._source > 0 or bool(self._forced), self._forced or tokens
+        is_right, guessed = self._source > 0 or bool(self._listed), self._listed or tokens
         while is_right and self._first + self._num_right < len(tokens):
             if (index := self._source + self._num_right) == len(guessed):
                 is_right = False
                 break
             is_right = guessed[index] == tokens[self._first + self._num_right]
-            rates, follows = self._rates[bool(self._forced)], self._num_right > 0
+            rates, follows = self._rates[self._kind], self._num_right > 0
             rates[follows] += _WEIGHT * (is_right - rates[follows])
             self._num_right += is_right
-        if not is_right or self._num_right == len(self._forced) > 0:
-            self._forced, self._first, self._num_right = forced, len(tokens), 0
-            self._source = 0 if forced else self._lookup.find(tokens)
-        if self._forced:
-            return self._forced[self._num_right :][:MAX_GUESSED]
+        if not is_right or self._num_right == len(self._listed) > 0:
+            self._begin(tokens, forced, find_earlier)
+        if self._listed:
+            return self._listed[self._num_right :][:MAX_GUESSED]
         return _continue_from(tokens, self._source + self._num_right) if self._source else []
+
+    def _begin(self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]]) -> None:
+        """Make a new guess, or none."""
+        self._first, self._num_right = len(tokens), 0
+        self._source = 0 if forced else self._lookup.find(tokens)
+        self._listed, self._kind = forced, _GRAMMAR if forced else _OWN_TEXT
+        is_earlier_better = self._rates[_EARLIER_TEXT][0] > self._rates[_OWN_TEXT][0]
+        if not forced and (not self._source or is_earlier_better) and (found := find_earlier()):
+            self._source, self._listed, self._kind = 0, found, _EARLIER_TEXT
 
     def chances(self, num_tokens: int) -> list[float]:
         """The probability of each of the guess's next num_tokens tokens, together with those before it."""
-        first, following = self._rates[bool(self._forced)]
+        first, following = self._rates[self._kind]
         chance, chances = 1.0, []
         for rate in chain([following if self._num_right else first], repeat(following, num_tokens - 1)):
             chance *= rate

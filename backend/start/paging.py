@@ -16,6 +16,7 @@ from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
+from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
@@ -101,15 +102,19 @@ def create_scheduler(
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
+    drafting = None
+    if verifies_drafts and options.speculation != "none":
+        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
+    observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(
-        PagePool(plan.num_pages, num_host_pages, () if kv_events is None else (kv_events,), store, names),
+        PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),
         plan.page_size_tokens,
         settings.max_running,
         settings.max_batch_tokens,
         num_plans_ahead=options.batch_channel_capacity,
         keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
         kv_windows=forward_pass.spec.kv_windows,
-        drafting=Drafting(step_timing) if verifies_drafts and options.speculation != "none" else None,
+        drafting=drafting,
     )
     pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
     builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 
 _REPLACEMENT = "\ufffd"
@@ -12,30 +11,6 @@ _LONGEST_WINDOW = 16
 _CONTEXT = 8
 
 
-_Piece = tuple[str, tuple[int, ...], int, int]
-"""The text that a push added, and the state after it."""
-_MAX_PIECES = 4096
-
-
-class SharedPieces:
-    """Texts of the last pieces, for streams that get the same tokens: listeners of one sequence.
-
-    Each piece is decoded once, by whichever stream is first. Holds at most _MAX_PIECES, about 4 MB.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: OrderedDict[object, _Piece] = OrderedDict()
-        """The oldest first. A dict would look through its deleted entries for the oldest."""
-
-    def find(self, key: object) -> _Piece | None:
-        return self._pieces.get(key)
-
-    def add(self, key: object, piece: _Piece) -> None:
-        if len(self._pieces) >= _MAX_PIECES:
-            self._pieces.popitem(last=False)
-        self._pieces[key] = piece
-
-
 class Detokenizer:
     """The text of one stream. For each token it decodes a short window of the last tokens and emits the new text.
 
@@ -43,44 +18,22 @@ class Detokenizer:
     a text. It never contains prompt tokens. Tokens are taken one by one, so batching does not change the text.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        silent_ids: Container[int] = frozenset(),
-        shared: SharedPieces | None = None,
-    ) -> None:
-        """decode turns token ids into text. silent_ids never have text, such as special tokens.
-
-        Detokenizers that share pieces have the same decode and silent_ids.
-        """
+    def __init__(self, decode: Callable[[tuple[int, ...]], str], silent_ids: Container[int] = frozenset()) -> None:
+        """decode turns token ids into text. silent_ids never have text, such as special tokens."""
         self._decode = decode
-        self._shared = shared
         self._silent_ids = silent_ids
-        self._window: list[int] = []
+        self._window: tuple[int, ...] = ()
         self._num_context = 0
         self._num_emitted = 0
         """Emitted characters of the decoded window."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens add, without a last character that may be incomplete."""
-        if self._shared is None:
-            return self._push(token_ids)
-        key = (tuple(token_ids), tuple(self._window), self._num_context, self._num_emitted)
-        piece = self._shared.find(key)
-        if piece is None:
-            emitted = self._push(token_ids)
-            self._shared.add(key, (emitted, tuple(self._window), self._num_context, self._num_emitted))
-            return emitted
-        emitted, window, self._num_context, self._num_emitted = piece
-        self._window = list(window)
-        return emitted
-
-    def _push(self, token_ids: Sequence[int]) -> str:
         emitted = ""
         for token_id in token_ids:
             if token_id in self._silent_ids:
                 continue
-            self._window.append(token_id)
+            self._window += (token_id,)
             text = self._decode(self._window)
             end = len(text)
             is_long = len(self._window) > _LONGEST_WINDOW
@@ -102,7 +55,7 @@ class Detokenizer:
         """End the stream. Return what was held back: an incomplete character."""
         return self._decode(self._window)[self._num_emitted :]
 
-    def _slide(self, text: str, context: list[int]) -> None:
+    def _slide(self, text: str, context: tuple[int, ...]) -> None:
         """Move the window to context, its last tokens. Text that is not emitted yet stays at its end."""
         context_text = self._decode(context)
         num_held = len(text) - self._num_emitted

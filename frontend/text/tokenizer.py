@@ -7,12 +7,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.frontend.text.chat_template import ChatTemplate, read_chat_template, read_template_file, special_tokens_of
-from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
+from penstock.frontend.text.detokenizer import Detokenizer
 from penstock.frontend.text.input_encoder import EncodedInput, InputEncoder, Truncation
 from penstock.frontend.text.pooling_files import read_object
 from penstock.frontend.text.spellings import Spellings
@@ -40,6 +40,8 @@ _NORMALIZER_SHRINKS = 4
 
 
 _MAX_KEPT_BREAKERS = 64
+_MAX_KEPT_WINDOWS = 4096
+"""Of at most 17 tokens: about 2 MB."""
 
 
 class ModelTokenizer:
@@ -64,8 +66,8 @@ class ModelTokenizer:
         own = {text for text in self.special_tokens if template is not None and template.takes_apart(text)}
         self._spellings = Spellings(self.special_tokens, own)
         self.token_bytes = TokenBytes(tokenizer)
-        self._pieces = SharedPieces()
-        """Shared by streams with the default settings."""
+        self._decode_window = lru_cache(_MAX_KEPT_WINDOWS)(lambda window: tokenizer.decode(list(window)))
+        """For streams with the default settings: listeners of one sequence have the same windows."""
         self._breakers: dict[tuple[str, ...], bytes] = {}
         self._breaker_search: BreakerSearch | None = None
         self._long_texts = ThreadPoolExecutor(_NUM_LONG_AT_ONCE, "encode-long")
@@ -202,7 +204,7 @@ class ModelTokenizer:
     def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """Return a detokenizer for one stream. kept_ids are special tokens that are never skipped."""
         if skip_special_tokens and not kept_ids:
-            return Detokenizer(self.decode, self._special_ids, self._pieces)
+            return Detokenizer(self._decode_window, self._special_ids)
         silent_ids = self._special_ids - kept_ids if skip_special_tokens else frozenset()
         return Detokenizer(partial(self.decode, skip_special_tokens=False), silent_ids)
 

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.frontend.telemetry.request_log import ReportSpans
-from penstock.frontend.transport.asgi import ABORT_EXTENSION, AsgiMessage, Headers, Receive, Scope, Send
+from penstock.frontend.transport.asgi import (
+    ABORT_EXTENSION,
+    PART_EXTENSION,
+    AsgiMessage,
+    Headers,
+    PartWriter,
+    Receive,
+    Scope,
+    Send,
+)
 from penstock.frontend.transport.disconnect import Abortable, ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_format_for, shorten
 from penstock.frontend.transport.incomplete import IncompleteBodies, client_network
@@ -158,7 +167,12 @@ class Exchange(Abortable):
         self.error_format = error_format_for(self.path, self.method)
         """Two APIs may have the same path; then the body decides."""
         self._send = send
-        self._drop_connection: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT_EXTENSION)
+        extensions = scope.get("extensions", {})
+        self._drop_connection: Callable[[], None] | None = extensions.get(ABORT_EXTENSION)
+        parts: PartWriter | None = extensions.get(PART_EXTENSION)
+        self._write_part = None if parts is None else parts.write_part
+        self.takes_part: Callable[[], bool] = (lambda: False) if parts is None else parts.takes_part
+        """Whether `write_part` may be called in this turn of the event loop."""
 
     def header(self, name: bytes) -> bytes | None:
         """Return the header's value. Several of the same name are joined, which makes most of them invalid."""
@@ -247,6 +261,12 @@ class Exchange(Abortable):
         A client that does not read can delay that forever: see `OpenExchanges.sweep`.
         """
         await self._transmit({"type": "http.response.body", "body": body, "more_body": more})
+
+    def write_part(self, body: bytes) -> None:
+        """Send a part of an answer at once, without a coroutine."""
+        if self._write_part is not None and body:
+            self._write_part(body)
+            self.last_sent_s = time.monotonic()
 
     async def _transmit(self, message: AsgiMessage) -> None:
         self.sending_since_s = self.sending_since_s or time.monotonic()

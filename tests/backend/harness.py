@@ -251,7 +251,7 @@ class Bench(EngineRig):
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
-        self.pool = PagePool(num_pages, num_host_pages)
+        self.pool = PagePool(num_pages, num_host_pages, texts=None if drafting is None else drafting.texts)
         self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
         served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None

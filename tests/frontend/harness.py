@@ -108,22 +108,19 @@ class FakeStream:
 
     def __init__(self, request: GenerationRequest, batches: Iterable[TokenBatch]) -> None:
         self.request = request
-        self.request_id = 7
-        self.cached_tokens = 3
+        self.request_id, self.cached_tokens = 7, 3
+        self.num_moves = self.num_preemptions = self.num_taken = 0
         self.backend = ""
-        self.num_moves = 0
         self.queue_s = 0.0
-        self.num_preemptions = 0
         self.is_coalesced: bool | None = None
-        self.joins = False
         self.cancelled = asyncio.Event()
-        self.ended = False
+        self.ended = self.joins = False
         self.finish = Finish.NONE
-        self.num_taken = 0
         self.quote: Quote | None = None
         self.record = b""
         self.keep = Keep.NOTHING
         self.submitted_ns = time.monotonic_ns()
+        self.receive: Callable[[list[int]], bool] | None = None
         self._batches = deque(batches)
         self._more = asyncio.Event()
 
@@ -136,8 +133,11 @@ class FakeStream:
         return self.num_taken + sum(len(batch.token_ids) for batch in self._batches)
 
     def push(self, *token_ids: int, finish: Finish = Finish.NONE, failure: FailureCode | None = None) -> None:
-        self._batches.append(TokenBatch(list(token_ids), finish, failure))
-        self._more.set()
+        if self._batches or finish or self.receive is None or not self.receive([*token_ids]):
+            self._batches.append(TokenBatch(list(token_ids), finish, failure))
+            self._more.set()
+        else:
+            self.num_taken += len(token_ids)
 
     def cancel(self, keep: Keep = Keep.NOTHING) -> None:
         if not self.ended and not self.cancelled.is_set():

@@ -28,13 +28,13 @@ PageSaves: TypeAlias = tuple[tuple[int, int], ...]
 """(page, host place) pairs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """The outcome of a step. plan has the rows that ran; token_ids has one entry per row of its logit_rows."""
 
     plan: Plan
     token_ids: list[int]
-    step_s: float
+    step_s: float = 0.0
     error: Exception | None = None
     launch_s: float = 0.0
     """CPU time of the launch if the pass runs ahead, else 0."""
@@ -81,7 +81,7 @@ class LaunchedStep:
             result = self._collect()
         except Exception as error:  # noqa: BLE001 - the engine fails the step's requests with it; others go on
             _stop_rows(self.plan)
-            result = StepResult(self.plan, [], 0.0, error)
+            result = StepResult(self.plan, [], error=error)
         self.is_finished.set()
         return result
 
@@ -90,7 +90,7 @@ class LaunchedStep:
         if self.error is not None:
             raise self.error
         if self.output is None:
-            return StepResult(plan, [], 0.0)
+            return StepResult(plan, [])
         output = self.output.wait()
         token_ids = output.token_ids.tolist()
         if len(token_ids) != len(plan.logit_rows):
@@ -121,7 +121,6 @@ class LaunchedStep:
         return StepResult(
             plan,
             token_ids,
-            0.0,
             stops=tuple(stops),
             logprobs=output.logprobs,
             scored=output.scored,
@@ -203,17 +202,16 @@ def _drop_later_rows(sequence: Sequence, generation: int) -> None:
 
 
 def _make_masks(plan: Plan, vocab_size: int, before: LaunchedStep | None, late_masks: LateMasks | None) -> StepMasks:
-    drafts = [plan.drafts.get(plan.sequences[index], []) for index in plan.logit_rows]
+    rows = [(place, index, plan.sequences[index]) for place, index in enumerate(plan.logit_rows)]
+    if all(sequence.constraints is None for _, _, sequence in rows):
+        return StepMasks(None, {}, frozenset())
+    drafts = [plan.drafts.get(sequence, []) for _, _, sequence in rows]
     positions = positions_to_verify(list(map(len, drafts)))
     constrained = [
-        MaskedRow(
-            place, plan.ends[index] - sequence.num_prompt_tokens, sequence.constraints, positions[place], drafts[place]
-        )
-        for place, index in enumerate(plan.logit_rows)
-        if (sequence := plan.sequences[index]).constraints is not None
+        MaskedRow(place, plan.ends[index] - sequence.num_prompt_tokens, constraints, positions[place], drafts[place])
+        for place, index, sequence in rows
+        if (constraints := sequence.constraints) is not None
     ]
-    if not constrained:
-        return StepMasks(None, {}, frozenset())
     if before is not None:
         before.is_finished.wait()
     return fill_masks(constrained, vocab_size, late_masks)

@@ -47,6 +47,8 @@ def collect_vectors(
     computed = computed or ()
     if len(computed) != len(plan.pooled_rows):
         raise RuntimeError(f"the pass computed {len(computed)} vectors for {len(plan.pooled_rows)} rows")
+    if not computed:
+        return []
     parts, kinds = [], []
     for index, values in zip(plan.pooled_rows, computed, strict=True):
         sequence = plan.sequences[index]

@@ -95,7 +95,7 @@ async def answer_stream(
 
     failure: ApiError | None = None
     try:
-        await runner.run(write)
+        await runner.run(write, answer_format.delta)
     except ApiError as error:
         if not exchange.started:
             raise

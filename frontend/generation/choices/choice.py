@@ -46,7 +46,8 @@ class Choice:
         """The request's stop string or stop token id that ended the text."""
         self._tokenizer = tokenizer
         self._options = options
-        self._is_text_only = options.is_text_only
+        self.is_text_only = options.is_text_only
+        """All of it is text, and none of its tokens can end it here."""
         self._num_characters = 0
         """Characters of the text so far, including what a stop string will cut off."""
         self._detokenizer = tokenizer.detokenizer(
@@ -108,7 +109,7 @@ class Choice:
 
     def take(self, batch: TokenBatch) -> Delta:
         """Return the piece that is certain after this batch. Sets finish_reason when the choice is complete."""
-        if self._is_text_only and batch.finish is Finish.NONE:
+        if self.is_text_only and batch.finish is Finish.NONE:
             self.num_tokens += len(batch.token_ids)
             return Delta(self._detokenizer.push(batch.token_ids))
         pieces = _Pieces()

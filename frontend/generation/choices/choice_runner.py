@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from penstock.frontend.formats.base import Usage
@@ -22,6 +23,7 @@ from penstock.shm.client import BackendUnavailable, Progress, ServingClient, Tok
 from penstock.shm.messages import FailureCode, Finish, Keep
 
 Emit = Callable[[Choice, Delta], Awaitable[None]]
+FormatDelta = Callable[[int, Delta], bytes]
 
 
 class ChoiceRunner:
@@ -61,14 +63,14 @@ class ChoiceRunner:
         for choice in self.choices:
             choice.stream.cancel(keep)
 
-    async def run(self, emit: Emit) -> None:
+    async def run(self, emit: Emit, format_delta: FormatDelta | None = None) -> None:
         """Run all choices, several at the same time. emit receives each piece, empty ones too.
 
-        Raises ApiError, ClientGoneError.
+        With format_delta pieces of plain text may be sent without emit. Raises ApiError, ClientGoneError.
         """
         try:
             if len(self.choices) == 1:
-                await self._run(self.choices[0], emit)
+                await self._run(self.choices[0], emit, format_delta)
             elif self._by_token:
                 await self._run_in_turn(emit)
             else:
@@ -89,16 +91,29 @@ class ChoiceRunner:
             self._log_entry.note_replicas(choice.stream for choice in self.choices)
         self._log_entry.finish_reason = self.choices[0].finish_reason or "stop"
 
-    async def _run(self, choice: Choice, emit: Emit) -> None:
+    async def _run(self, choice: Choice, emit: Emit, format_delta: FormatDelta | None = None) -> None:
+        if self._by_token or not choice.is_text_only or self._log_entry.report_spans is not None:
+            format_delta = None
         try:
             async for batch in choice.stream:
                 for piece in _single(batch) if self._by_token else (batch,):
                     await self._pass_on(choice, piece, emit)
                     if choice.finish_reason is not None:
                         return
+                if format_delta is not None and self._exchange.started:
+                    choice.stream.receive = partial(self._send_text, choice, format_delta)
         except BackendUnavailable:
             raise backend_unavailable(self._backend.retry_after_s) from None
         raise _broken_off()
+
+    def _send_text(self, choice: Choice, format_delta: FormatDelta, token_ids: list[int]) -> bool:
+        """Send tokens in the middle of a plain text without waking the request's task, if the client takes them."""
+        if not self._exchange.takes_part():
+            return False
+        delta = self._take(choice, TokenBatch(token_ids))
+        if delta.text:
+            self._exchange.write_part(format_delta(choice.index, delta))
+        return True
 
     async def _run_in_turn(self, emit: Emit) -> None:
         """Pass on a piece of each choice, then the next of each, so that a repetition has the same order."""

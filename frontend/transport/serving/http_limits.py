@@ -16,7 +16,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from penstock.frontend.transport.asgi import ABORT_EXTENSION
+from penstock.frontend.transport.asgi import ABORT_EXTENSION, PART_EXTENSION
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, retry_later
 from penstock.frontend.transport.incomplete import client_network
 from penstock.frontend.transport.serving.connections import Connections
@@ -191,7 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._message_complete = False
         self._num_header_lines = 0
         # Lets the app drop the connection of a client that does not read its answer.
-        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = {ABORT_EXTENSION: self.transport.abort, PART_EXTENSION: self}  # type: ignore[dict-item]
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_header_lines += 1
@@ -245,6 +245,16 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse_in_parser(_bad_http("the only Transfer-Encoding accepted is chunked"))
             if b"content-length" in values:
                 self._refuse_in_parser(_bad_http("Content-Length and Transfer-Encoding cannot both be sent"))
+
+    # PartWriter
+
+    def takes_part(self) -> bool:
+        cycle = self.cycle
+        may_write = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        return may_write and bool(cycle.chunked_encoding) and not self.flow.write_paused
+
+    def write_part(self, body: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     # Answers that the protocol itself sends
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class ReaderTurns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ready: OrderedDict[int, deque[Waiting]] = OrderedDict()
+        self._ready: OrderedDict[int, list[Waiting]] = OrderedDict()
         """By group; the first group is next. A dict would look through its deleted entries for the first."""
         self._limit = _FIRST_READERS
         self._num_woken = 0  # since the present turn began
@@ -46,20 +46,22 @@ class ReaderTurns:
             return
         self._num_woken += 1
         stream.resume_reader()
-        self._begin()
+        if self._turn is None:
+            self._begin()
 
     def queue(self, stream: Waiting) -> None:
         """Wake the reader in a later turn of the loop. Call once per wait."""
         group = self._ready.get(stream.group)
         if group is None:
-            group = self._ready[stream.group] = deque()
-        group.append(stream)
-        self._begin()
+            self._ready[stream.group] = [stream]
+        else:
+            group.append(stream)
+        if self._turn is None:
+            self._begin()
 
     def _begin(self) -> None:
-        if self._turn is None:
-            self._turn_began_s = self._clock()
-            self._turn = asyncio.get_running_loop().call_soon(self._next_turn)
+        self._turn_began_s = self._clock()
+        self._turn = asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         """Wake the next readers. Runs in every turn of the loop until a turn wakes none."""
@@ -72,7 +74,7 @@ class ReaderTurns:
         self._num_woken = 0
         while self._ready and self._num_woken < self._limit:
             number, group = self._ready.popitem(last=False)
-            stream = group.popleft()
+            stream = group.pop(0)
             if group:
                 self._ready[number] = group  # behind the others
             self._num_woken += 1

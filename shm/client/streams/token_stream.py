@@ -65,7 +65,7 @@ _MAX_BATCH_LOGPROBS = 8
 class TokenStream(OpenStream):
     """The tokens of one request. `async for batch in stream` ends after the batch whose finish is not NONE."""
 
-    __slots__ = ("_delivered", "_ended", "last_token_ns", "pending_logprobs", "progress", "prompt_logprobs")
+    __slots__ = ("_delivered", "_ended", "last_token_ns", "pending_logprobs", "progress", "prompt_logprobs", "receive")
     message: Generate
 
     def __init__(
@@ -87,6 +87,9 @@ class TokenStream(OpenStream):
         """Entries of the tokens that the reader has not taken yet."""
         self.progress: Progress | None = None
         """What the reader has not taken yet."""
+        self.receive: Callable[[list[int]], bool] | None = None
+        """Called with tokens at the reader's turn instead of waking it, while it waits and the stream goes on. False
+        if the reader has to take them. A stream with it has no log probabilities."""
         self._delivered = len(tokens)
         self._ended = False
 
@@ -109,6 +112,32 @@ class TokenStream(OpenStream):
             del self.pending_logprobs[:most]
         batch.progress, self.progress = (None if batch.token_ids else self.progress), None
         return batch
+
+    def wake_reader(self) -> None:
+        if self.receive is None:
+            super().wake_reader()
+        else:  # `receive` works at once: not before the rest of the message has been read
+            self.is_waiting = False
+            self._turns.queue(self)
+
+    def resume_reader(self) -> None:
+        waiter = self._waiter
+        if self.receive is None or self.finish is not Finish.NONE or waiter is None or waiter.done():
+            super().resume_reader()
+            return
+        token_ids = self.tokens[self._delivered : self._delivered + _MAX_BATCH_TOKENS].tolist()
+        try:
+            is_received = self.receive(token_ids)
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            waiter.set_exception(error)
+            return
+        if not is_received:
+            waiter.set_result(None)
+            return
+        self._delivered += len(token_ids)
+        self.is_waiting = self._delivered == len(self.tokens)
+        if not self.is_waiting:
+            self._turns.queue(self)
 
     @property
     def _has_news(self) -> bool:

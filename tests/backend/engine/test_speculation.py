@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import PassOptions, StepBatch
+from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.passes.decoder import cpu_pass
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass
@@ -196,8 +197,8 @@ def test_guess_of_the_grammar_goes_before_a_new_one_of_the_text_and_ends_with_it
 class Eager(Drafting):
     """Drafts all guesses."""
 
-    def __init__(self) -> None:
-        super().__init__(StepTiming())
+    def __init__(self, texts: EarlierTexts | None = None) -> None:
+        super().__init__(StepTiming(), texts)
 
     def _best_count(self, num_rows: int, chances: list[float]) -> int:
         return len(chances)
@@ -215,6 +216,21 @@ def test_forced_text_is_drafted_and_changes_no_token() -> None:
         bench.close()
     compiler.close()
     assert answers[0] == answers[1]
+
+
+def test_answer_that_was_given_before_is_drafted_for_its_tenant_only() -> None:
+    bench = Bench(page_size=16, drafting=Eager(EarlierTexts(64, 16)))
+    accepted, answers = [], []
+    for request_id, salt in enumerate((b"a" * 16, b"b" * 16, b"a" * 16)):
+        before = bench.board.accepted_tokens
+        bench.submit(list(range(1, 20)), 100, request_id=request_id, salt=salt)
+        bench.run_dry()
+        accepted.append(bench.board.accepted_tokens - before)
+        answers.append(bench.received(request_id).token_ids)
+    assert answers == [expected_tokens(list(range(1, 20)), 100, 97)] * 3
+    assert accepted[:2] == [0, 0]
+    assert accepted[2] > 60
+    bench.close()
 
 
 def _next_of_three(forward_pass: FakePass, batch: StepBatch) -> NDArray[np.float32]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from penstock.frontend.text.detokenizer import Detokenizer, SharedPieces
+from penstock.frontend.text.detokenizer import Detokenizer
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.process.native_libraries import GuardedTokenizer
 from tests.frontend.harness import byte_level_tokenizer
@@ -107,26 +106,19 @@ def test_window_stays_short_for_bytes_that_never_become_a_character(name: str) -
 
 
 @given(st.text(max_size=60), st.data())
-def test_streams_that_share_pieces_get_the_same_text_and_decode_once(text: str, data: st.DataObject) -> None:
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    num_decoded = 0
-
-    def decode(window: Sequence[int]) -> str:
-        nonlocal num_decoded
-        num_decoded += 1
-        return tokenizer.decode(window)
-
-    shared = SharedPieces()
-    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6))), len(ids)]
+def test_streams_of_the_same_tokens_decode_them_once(text: str, data: st.DataObject) -> None:
+    guarded = GuardedTokenizer(TOKENIZERS["byte-level"])
+    decoded: list[list[int]] = []
+    guarded.decode = lambda ids: decoded.append(ids) or TOKENIZERS["byte-level"].decode(ids)
+    ids = TOKENIZERS["byte-level"].encode(text, add_special_tokens=False).ids
+    tokenizer = ModelTokenizer(guarded, None)
     for number in range(3):
-        before = num_decoded
-        detokenizer = Detokenizer(decode, shared=shared)
+        before = len(decoded)
+        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6))), len(ids)]
+        detokenizer = tokenizer.detokenizer()
         pieces = [detokenizer.push(ids[start:end]) for start, end in itertools.pairwise(cuts)]
-        assert num_decoded == before or not number
-        assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
-    other = Detokenizer(decode, shared=shared)
-    assert "".join(other.push([token_id]) for token_id in ids) + other.flush() == tokenizer.decode(ids)
+        assert "".join(pieces) + detokenizer.flush() == TOKENIZERS["byte-level"].decode(ids)
+        assert len(decoded) == before or not number
 
 
 def test_character_in_four_tokens_is_emitted_whole() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from array import array
 
+import pytest
+
 from penstock.shm.client.streams.reader_turns import ReaderTurns
 from penstock.shm.client.streams.token_stream import TokenBatch, TokenStream
 from penstock.shm.messages import Finish, Generate, Sampling
@@ -95,3 +97,50 @@ async def test_cancelled_stream_gives_all_its_tokens_at_once() -> None:
     stream.finish = Finish.CANCELLED
     batch = await anext(stream)
     assert (len(batch.token_ids), batch.finish) == (1000, Finish.CANCELLED)
+
+
+async def test_receiver_gets_tokens_instead_of_the_reader_until_it_refuses_or_the_stream_ends() -> None:
+    turns = ReaderTurns()
+    stream, received, takes = stream_of(turns, 1, 0), [], True
+    stream.finish = Finish.NONE
+
+    def receive(token_ids: list[int]) -> bool:
+        received.extend(token_ids if takes else ())
+        return takes
+
+    stream.receive = receive
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    for first in (0, 200):  # more tokens than one turn gives
+        stream.tokens.extend(range(first, first + 200))
+        stream.wake_reader()
+        for _ in range(8):
+            await asyncio.sleep(0)
+    assert received == list(range(400))
+    takes = False
+    stream.tokens.append(400)
+    stream.wake_reader()
+    assert (await reader).token_ids == [400]
+    takes, reader = True, asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.tokens.append(401)
+    stream.end(Finish.LENGTH)
+    batch = await reader
+    assert (batch.token_ids, batch.finish, len(received)) == ([401], Finish.LENGTH, 400)
+
+
+async def test_fault_of_a_receiver_reaches_its_reader_and_stops_no_other() -> None:
+    turns = ReaderTurns()
+    broken, other = stream_of(turns, 1, 0), stream_of(turns, 2, 0)
+    readers = []
+    for stream in (broken, other):
+        stream.finish = Finish.NONE
+        readers.append(asyncio.ensure_future(anext(stream)))
+    broken.receive = {}.__getitem__  # type: ignore[assignment]
+    await asyncio.sleep(0)
+    for stream in (broken, other):
+        stream.tokens.append(5)
+        stream.wake_reader()
+    with pytest.raises(TypeError):  # a list is no key
+        await readers[0]
+    assert (await readers[1]).token_ids == [5]
