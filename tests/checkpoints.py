@@ -54,6 +54,17 @@ _HYBRID_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 112,
 }
+_GEMMA4 = {
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 100_000.0},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -284,6 +295,45 @@ PRESETS: dict[str, Preset] = {
         text_config="Qwen3_5MoeTextConfig",
     ),
     "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
+    "gemma4-e": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": 256,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4-vision": Preset(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        {**_GEMMA4, "hidden_size_per_layer_input": 0},
+        text_config="Gemma4TextConfig",
+    ),
+    "gemma4": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4-moe": Preset(
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "olmo2": Preset("Olmo2ForCausalLM", "Olmo2Config"),
     "olmo3": Preset("Olmo3ForCausalLM", "Olmo3Config", {"num_hidden_layers": 4, "sliding_window": 16}),
     "granite": Preset(
@@ -349,6 +399,9 @@ def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
                 parameter.copy_(1 + 0.2 * noise)
             else:
                 parameter.copy_(noise * (0.2 if name.endswith("bias") else 0.15))
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

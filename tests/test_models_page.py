@@ -51,6 +51,7 @@ MODELS = {
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B (text)",
+    "Gemma4ForCausalLM": "Gemma 4 (text)",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
     "GraniteForCausalLM": "Granite 3, 3.1, 3.2, 3.3",
@@ -60,6 +61,7 @@ MODELS = {
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "Starcoder2ForCausalLM": "StarCoder2",
     "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (text only)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B (text only)",
     "Idefics3ForConditionalGeneration": "Idefics 3; SmolVLM (pictures)",
     "SmolVLMForConditionalGeneration": "SmolVLM 2 (pictures)",
     "InternVLForConditionalGeneration": "InternVL 3 (pictures)",
@@ -144,7 +146,8 @@ def on_gpu(missing: set[str | None]) -> str:
 
 
 def tiny(preset: str) -> DecoderConfig:
-    return parse_decoder_config(make_config(preset).to_dict() | {"architectures": [PRESETS[preset].model]})
+    values = json.loads(make_config(preset).to_json_string())
+    return parse_decoder_config(values | {"architectures": [PRESETS[preset].model]})
 
 
 def transformers_rows() -> list[str]:

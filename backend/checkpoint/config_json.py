@@ -18,6 +18,7 @@ from penstock.backend.checkpoint.config.architectures.families import (
     Family,
     no_experts,
 )
+from penstock.backend.checkpoint.config.architectures.gemma4 import merge_layer_keys
 from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig
 from penstock.backend.checkpoint.config.architectures.names import (
     SUPPORTED_ARCHITECTURES,
@@ -69,15 +70,12 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}
-    config = convert(family.key_defaults | _split_rope(values, family), HfConfig, architecture)
-    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
-    if config.num_attention_heads % num_kv_heads:
-        raise StartupError(
-            f"num_attention_heads is {config.num_attention_heads}, "
-            f"not a multiple of num_key_value_heads, {num_kv_heads}"
-        )
+    config = convert(merge_layer_keys(family.key_defaults | _split_rope(values, family)), HfConfig, architecture)
+    num_kv_heads = _num_kv_heads(config)
     head_dim = _head_dim(config, family)
-    rope, context_tokens = _rope(config, family, head_dim, max_context_tokens)
+    variations = family.variations(config, num_kv_heads, head_dim)
+    _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
+    rope, context_tokens = _rope(config, family, full_head_dim, max_context_tokens)
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
@@ -115,10 +113,11 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         scales=family.scales(config),
         names=_names(config, family),
         interleaved_rope=family.interleaved_rope or config.rope_interleave,
-        window_rope=_window_rope(config, family, rope, context_tokens),
+        window_rope=_window_rope(config, family, rope.rotary_dim * head_dim // full_head_dim, context_tokens),
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
+        **variations,
     )
 
 
@@ -225,7 +224,7 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
     original_positions = _original_positions(config, family)
     context_tokens = _context_tokens(config, settings, original_positions, max_context_tokens)
     partial = settings.partial_rotary_factor or config.partial_rotary_factor or family.partial_rotary_factor
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = head_dim if settings.kind == "proportional" else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
         raise StartupError(
             f"head_dim {head_dim} with partial_rotary_factor {partial} rotates {rotary_dim} dimensions; it must be even"
@@ -241,7 +240,7 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
     return rope, context_tokens
 
 
-def _window_rope(config: HfConfig, family: Family, rope: RopeConfig, context_tokens: int) -> RopeConfig | None:
+def _window_rope(config: HfConfig, family: Family, rotary_dim: int, context_tokens: int) -> RopeConfig | None:
     """The rotary embeddings of layers with a window, if the architecture has two kinds. rope_scaling does not apply."""
     if family.window_rope_theta is None:
         return None
@@ -249,7 +248,7 @@ def _window_rope(config: HfConfig, family: Family, rope: RopeConfig, context_tok
     return compute_rope(
         settings,
         theta=settings.rope_theta or config.rope_local_base_freq or family.window_rope_theta,
-        rotary_dim=rope.rotary_dim,
+        rotary_dim=rotary_dim,
         max_position_embeddings=config.max_position_embeddings,
         original_max_positions=settings.original_max_position_embeddings or config.max_position_embeddings,
         context_tokens=context_tokens,
@@ -266,6 +265,16 @@ def _query_rope(config: HfConfig, family: Family, rope: RopeConfig, head_dim: in
             "it is supported if all do"
         )
     return replace(rope, scale=PositionScale(beta, _original_positions(config, family)))
+
+
+def _num_kv_heads(config: HfConfig) -> int:
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    if config.num_attention_heads % num_kv_heads:
+        raise StartupError(
+            f"num_attention_heads is {config.num_attention_heads}, "
+            f"not a multiple of num_key_value_heads, {num_kv_heads}"
+        )
+    return num_kv_heads
 
 
 def _head_dim(config: HfConfig, family: Family) -> int:

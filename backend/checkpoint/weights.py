@@ -28,6 +28,7 @@ from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
     FLOAT_FIELDS,
+    INPUT_TABLE,
     LINEARS,
     STACKED_IN_PARTS,
     LayerWeights,
@@ -215,7 +216,9 @@ def open_weights(
             for spec in expected
         }
         placed = {name for weight in stored.values() for name in weight.names}
-        is_harmless = partial(is_beside_decoder, config.num_layers, unused_heads(config))
+        is_harmless = partial(
+            is_beside_decoder, config.num_layers, unused_heads(config), num_shared=config.num_shared_layers
+        )
         refuse_unplaced(files.values(), placed, is_harmless, f"a {config.architecture}")
         if config.tie_embeddings:
             check_tied_head(files)
@@ -229,7 +232,7 @@ def _covered(
 ) -> set[str]:
     """The weights that may be quantised."""
     if formats.marker is None:
-        return {*linear_names(config), *((EMBEDDING,) if formats.cover_embedding else ())}
+        return {*linear_names(config), *((EMBEDDING, INPUT_TABLE) if formats.cover_embedding else ())}
     matrices = (spec.name for spec in expected if len(spec.shape) == _MATRIX_DIMENSIONS)
     return {name for name in matrices if f"{name.removesuffix('weight')}{formats.marker}" in files}
 

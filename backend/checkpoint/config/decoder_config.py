@@ -81,6 +81,9 @@ class Experts:
     """The router and the experts' linears have biases."""
     clamped_gate: ClampedGate | None = None
     """Replaces the model's activation."""
+    beside_mlp: bool = False
+    """The layers have the dense MLP too. Both have norms of their own, are added, and their sum has the MLP's output
+    norm. The router has its own norm, and each expert a factor (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,7 @@ class TensorNames:
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
     """An expert, by its number. Its tensors' names follow after a dot."""
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     fused_experts: str | None = None
     """If not None, a layer's experts are together in the tensors gate_up_proj and down_proj of this name.
@@ -213,13 +216,29 @@ class DecoderConfig:
     interleaved_rope: bool = False
     """The checkpoint's heads rotate dimensions 2 i and 2 i + 1 together (GLM, Cohere), not i and i + rotary_dim / 2."""
     window_rope: RopeConfig | None = None
-    """RoPE of the layers with a window, if it differs from `rope` (Gemma 3); its rotary_dim is the same."""
+    """RoPE of the layers with a window, if it differs from `rope` (Gemma 3); its rotary_dim too if there are
+    full_heads."""
     query_rope: RopeConfig | None = None
     """RoPE of queries where keys have `rope`, if it differs; its rotary_dim is the same."""
     layer_uses_rope: tuple[bool, ...] = ()
     """False for layers without RoPE (SmolLM3, Cohere 2)."""
     layer_window_tokens: tuple[int | None, ...] = ()
     """Sliding window: a token attends to itself and the window - 1 tokens before it. None is full attention."""
+    full_heads: tuple[int, int] | None = None
+    """num_kv_heads and head_dim of layers without a window, if others have other ones (Gemma 4)."""
+    full_values_are_keys: bool = False
+    """In layers without a window k's projection is v's too."""
+    norms_values: bool = False
+    """v has a norm without a weight, over each head."""
+    num_shared_layers: int = 0
+    """The last layers have only q, and the keys and values of the last layer before them that has a window if they
+    do."""
+    doubles_shared_mlp: bool = False
+    """The MLP of these layers has 2 * intermediate_size."""
+    layer_input_size: int = 0
+    """Each layer adds an input of its own, of this size, that depends on the token (Gemma 3n); 0 for none."""
+    scales_layers: bool = False
+    """The residual stream is multiplied by a number at the end of each layer."""
 
     @property
     def has_own_lm_head(self) -> bool:
@@ -249,6 +268,10 @@ class DecoderConfig:
         """Index into `ropes` of the queries' RoPE; None if it is the keys'."""
         return None if self.query_rope is None or self.rope_of_layer(index) != 0 else len(self.ropes) - 1
 
+    @property
+    def has_experts_beside(self) -> bool:
+        return self.experts is not None and self.experts.beside_mlp
+
     def experts_of_layer(self, index: int) -> Experts | None:
         return self.experts if self.experts is not None and self.layer_has_experts[index] else None
 
@@ -258,3 +281,22 @@ class DecoderConfig:
 
     def window_of_layer(self, index: int) -> int | None:
         return self.layer_window_tokens[index] if self.layer_window_tokens else None
+
+    def has_full_heads(self, index: int) -> bool:
+        return self.full_heads is not None and self.window_of_layer(index) is None
+
+    def heads_of_layer(self, index: int) -> tuple[int, int]:
+        """num_kv_heads and head_dim."""
+        own = self.num_kv_heads, self.head_dim
+        return self.full_heads if self.full_heads is not None and self.has_full_heads(index) else own
+
+    def mlp_width_of_layer(self, index: int) -> int:
+        is_doubled = self.doubles_shared_mlp and self.source_of_layer(index) != index
+        return self.intermediate_size << is_doubled
+
+    def source_of_layer(self, index: int) -> int:
+        """The layer whose keys and values the layer uses."""
+        num_own, window = self.num_layers - self.num_shared_layers, self.window_of_layer(index)
+        if index < num_own:
+            return index
+        return max(other for other in range(num_own) if self.window_of_layer(other) == window)

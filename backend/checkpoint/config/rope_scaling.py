@@ -18,7 +18,7 @@ from penstock.backend.errors import StartupError
 if TYPE_CHECKING:
     from torch import Tensor
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 _Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
 _Factors = Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=4096)]
@@ -94,6 +94,11 @@ def compute_rope(
             attention_factor = settings.attention_factor or (
                 math.sqrt(1 + math.log(factor) / math.log(original_max_positions)) if factor > 1 else 1.0
             )
+        case "proportional":
+            # All dimensions are in the table; those that do not turn have the frequency 0.
+            num_turned = int((settings.partial_rotary_factor or 1.0) * rotary_dim // 2)
+            inv_freq = 1.0 / wave_scales / (settings.factor or 1.0)
+            inv_freq[num_turned:] = 0.0
         case unknown:
             raise StartupError(f'rope type "{unknown}" is not supported; {", ".join(SUPPORTED_ROPE_TYPES)} are')
     return RopeConfig(rotary_dim, tuple(inv_freq.tolist()), attention_factor)

@@ -28,7 +28,17 @@ FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
-LINEARS = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"
+_BESIDE_NORMS = {
+    "dense_output_norm": "post_feedforward_layernorm_1.weight",
+    "expert_norm": "pre_feedforward_layernorm_2.weight",
+    "expert_output_norm": "post_feedforward_layernorm_2.weight",
+    "router_scale": "router.scale",
+}
+LINEARS = (
+    *("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down"),
+    *("input_gate", "input_projection", "inputs_table", "inputs_projection"),
+)
 """The fields of LayerWeights that are matrices of linears."""
 DEQUANTIZED = ("delta_gates",)
 """Fields that checkpoints may quantise and that are never quantised in memory: they decide a state for long."""
@@ -90,6 +100,27 @@ class LayerWeights(Generic[Matrix]):
     """[head_dim], [num_kv_heads, head_dim] or [num_kv_heads * head_dim]"""
     sinks: Tensor | None = None
     """[num_heads] scores that take part in the softmax of attention and have no value."""
+    input_gate: Matrix | None = None
+    """[layer_input_size, hidden_size]"""
+    input_projection: Matrix | None = None
+    """[hidden_size, layer_input_size]"""
+    input_norm: Tensor | None = None
+    """[hidden_size], as the next four, which layers with experts beside the MLP have."""
+    dense_output_norm: Tensor | None = None
+    expert_norm: Tensor | None = None
+    expert_output_norm: Tensor | None = None
+    router_scale: Tensor | None = None
+    expert_scale: Tensor | None = None
+    """[experts]: factors of their results."""
+    layer_scale: Tensor | None = None
+    """[1]"""
+    inputs_table: Matrix | None = None
+    """[vocab_size, num_layers * layer_input_size]. The first layer alone has this and the next two: the inputs of all
+    layers are computed from them."""
+    inputs_projection: Matrix | None = None
+    """[num_layers * layer_input_size, hidden_size]"""
+    inputs_norm: Tensor | None = None
+    """[layer_input_size]"""
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -140,10 +171,11 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
 
 
 def linear_names(config: DecoderConfig) -> Iterator[str]:
-    """The names of all linears' weights, including lm_head if it has its own."""
+    """The names of all linears' weights, including lm_head if it has its own. Tables are no linears."""
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
-        yield from (spec.name for field in (*LINEARS, *DEQUANTIZED) for spec in layout.get(field, ()))
+        fields = (*LINEARS, *DEQUANTIZED)
+        yield from (spec.name for field in fields for spec in layout.get(field, ()) if spec.name != INPUT_TABLE)
     if config.has_own_lm_head:
         yield LM_HEAD
 
@@ -164,8 +196,12 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
     """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
     prefix, names = f"model.layers.{index}.", config.names
     net, experts = config.delta_net_of_layer(index), config.experts_of_layer(index)
-    layout = _attention_specs(config, prefix) if net is None else _delta_specs(config, net, prefix)
-    layout |= _dense_specs(config, prefix) if experts is None else _expert_specs(config, experts, prefix)
+    layout = _attention_specs(config, prefix, index) if net is None else _delta_specs(config, net, prefix)
+    if experts is None or experts.beside_mlp:
+        layout |= _dense_specs(config, prefix, config.mlp_width_of_layer(index))
+    if experts is not None:
+        layout |= _expert_specs(config, experts, prefix)
+    layout |= _input_specs(config, prefix, index)
     for field in NORM_FIELDS:
         name: str | None = getattr(names, field)
         if name is not None:
@@ -187,15 +223,20 @@ def _delta_specs(config: DecoderConfig, net: DeltaNet, prefix: str) -> dict[str,
     }
 
 
-def _attention_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
-    hidden = config.hidden_size
-    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = _divide(config.names.qkv, (q_rows * (1 + config.gated_attention), kv_rows, kv_rows))
+def _attention_specs(config: DecoderConfig, prefix: str, index: int) -> dict[str, tuple[TensorSpec, ...]]:
+    names, hidden = config.names, config.hidden_size
+    kv_heads, head_dim = config.heads_of_layer(index)
+    q_rows, kv_rows = config.num_heads * head_dim, kv_heads * head_dim
+    is_shared = config.source_of_layer(index) != index
+    own = _divide(names.qkv, (q_rows * (1 + config.gated_attention), kv_rows, kv_rows))
+    qkv = {names.qkv[0]: q_rows} if is_shared else own
     o = {"self_attn.o_proj": hidden}
     layout = {"qkv": _weights(prefix, qkv, hidden), "o": _weights(prefix, o, q_rows)}
+    if config.full_values_are_keys and config.window_of_layer(index) is None and not is_shared:
+        layout["qkv"] = (*layout["qkv"][:2], layout["qkv"][1])
     if config.qk_norm is not None:
-        for field, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
-            shape = _qk_norm_shape(config.qk_norm, heads, config.head_dim)
+        for field, heads in (("q_norm", config.num_heads), *(() if is_shared else (("k_norm", kv_heads),))):
+            shape = _qk_norm_shape(config.qk_norm, heads, head_dim)
             layout[field] = (TensorSpec(f"{prefix}self_attn.{field}.weight", shape),)
     if config.sinks:
         layout["sinks"] = (TensorSpec(f"{prefix}self_attn.sinks", (config.num_heads,)),)
@@ -206,8 +247,25 @@ def _attention_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[Tens
     return layout
 
 
-def _dense_specs(config: DecoderConfig, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
-    names, width = config.names, config.intermediate_size
+def _input_specs(config: DecoderConfig, prefix: str, index: int) -> dict[str, tuple[TensorSpec, ...]]:
+    """The specs of a layer's input, and of the layer's factor."""
+    specs: dict[str, tuple[TensorSpec, ...]] = {}
+    if size := config.layer_input_size:
+        specs["input_gate"] = _weights(prefix, {"per_layer_input_gate": size}, config.hidden_size)
+        specs["input_projection"] = _weights(prefix, {"per_layer_projection": config.hidden_size}, size)
+        specs["input_norm"] = _norm_specs(config, f"{prefix}post_per_layer_input_norm")
+        if index == 0:
+            width = size * config.num_layers
+            specs["inputs_table"] = (TensorSpec(INPUT_TABLE, (config.vocab_size, width)),)
+            specs["inputs_projection"] = _weights("model.", {"per_layer_model_projection": width}, config.hidden_size)
+            specs["inputs_norm"] = (TensorSpec("model.per_layer_projection_norm.weight", (size,)),)
+    if config.scales_layers:
+        specs["layer_scale"] = (TensorSpec(f"{prefix}layer_scalar", (1,)),)
+    return specs
+
+
+def _dense_specs(config: DecoderConfig, prefix: str, width: int) -> dict[str, tuple[TensorSpec, ...]]:
+    names = config.names
     gate_up = _divide(names.gate_up, (width,) if config.mlp == "plain" else (width, width))
     down = {names.down: config.hidden_size}
     specs = {"gate_up": _weights(prefix, gate_up, config.hidden_size), "down": _weights(prefix, down, width)}
@@ -222,12 +280,15 @@ def _expert_specs(config: DecoderConfig, experts: Experts, prefix: str) -> dict[
     specs = {"router": _weights(prefix, router, hidden)}
     if experts.biased:
         specs["router_bias"] = _biases(prefix, router)
+    if experts.beside_mlp:
+        specs |= {field: (TensorSpec(prefix + name, (hidden,)),) for field, name in _BESIDE_NORMS.items()}
+        specs["expert_scale"] = (TensorSpec(f"{prefix}router.per_expert_scale", (experts.count,)),)
     if names.fused_experts is not None:
         return specs | _fused_specs(experts, names, f"{prefix}{names.fused_experts}", hidden)
 
     def mlp(name: str, width: int) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         start = f"{prefix}{name}."
-        gate_up = _weights(start, dict.fromkeys(names.expert_gate_up, width), hidden)
+        gate_up = _weights(start, _divide(names.expert_gate_up, (width, width)), hidden)
         return gate_up, _weights(start, {names.expert_down: hidden}, width)
 
     all_experts = [mlp(names.expert.format(i), experts.width) for i in range(experts.count)]

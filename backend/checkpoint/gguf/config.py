@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.gguf.gemma4 import gemma4_settings, proportional_rope
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.gguf.header import GgufTensor
-
-T = TypeVar("T", int, float, str)
+    from penstock.backend.checkpoint.gguf.metadata import Metadata
 
 _DTYPES = {"F32": "float32", "F16": "float16"}
 
@@ -56,6 +56,8 @@ class Architecture:
     """Models differ in biases of q, k and v: the tensors decide."""
     windows_need_key: bool = False
     """No layer has a window if attention.sliding_window is absent."""
+    has_layer_sizes: bool = False
+    """Layers with and without a window have other sizes (`gemma4_settings`)."""
     wide_layers: int | None = None
     """The number of layers of the model size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
@@ -106,6 +108,9 @@ ARCHITECTURES = {
         windows_need_key=True,
         wide_layers=62,
     ),
+    "gemma4": Architecture(
+        "Gemma4ForCausalLM", (*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"), has_layer_sizes=True
+    ),
     "granite": Architecture(
         "GraniteForCausalLM",
         ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
@@ -126,16 +131,6 @@ ARCHITECTURES = {
 }
 _LLAMA_WITH_EXPERTS = replace(_LLAMA, name="MixtralForCausalLM", keys=_EXPERTS)
 _OLMO3 = replace(_OLMO2, name="Olmo3ForCausalLM")
-_NEUTRAL = {
-    "expert_gating_func": 1,
-    "expert_weights_scale": 1.0,
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-}
-"""Keys with the value that says what any of these architectures does anyway. So does 0 of any key."""
-_HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "classifier.output_labels"})
-"""Keys that change nothing, whatever their value. A key that is neither read nor listed here is refused."""
-
 EMBEDDING, LM_HEAD = "token_embd.weight", "output.weight"
 _ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS = (
     "rope_freqs.weight",
@@ -179,85 +174,6 @@ _YARN_OF_ALL = ("rope.scaling.yarn_attn", "rope.scaling.yarn_beta")
 """Beginnings of the keys that any architecture may have; the others are read if `Architecture.keys` has them."""
 
 
-class Metadata:
-    """Typed access to metadata, which remembers the keys that were read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-        self._read: set[str] = set()
-        self.architecture = self.get("general.architecture", str) or ""
-        self.prefix = f"{self.architecture}."
-
-    def refuse_unread(self, *, is_causal: bool) -> None:
-        """Raises StartupError for a key of the architecture that was not read and may change the computation."""
-        neutral = _NEUTRAL | {"attention.causal": is_causal}
-        for key, value in self._values.items():
-            name = key.removeprefix(self.prefix)
-            if name == key or key in self._read or name in _HARMLESS:
-                continue
-            is_off = value == 0 and not isinstance(value, bool)
-            if not is_off and (name not in neutral or neutral[name] != value):
-                raise StartupError(f"{key} is {shorten(value)}; this architecture is supported without it only")
-
-    def get(self, key: str, kind: type[T]) -> T | None:
-        """Raises StartupError for a value of another type."""
-        self._read.add(key)
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise StartupError(f"{key} is {shorten(value)}; expected {kind.__name__}")
-        return value
-
-    def skip(self, keys: Iterable[str]) -> None:
-        """Count keys of the architecture as read."""
-        self._read.update(self.prefix + key for key in keys)
-
-    def own(self, key: str, kind: type[T]) -> T | None:
-        """Read a key of the architecture."""
-        return self.get(self.prefix + key, kind)
-
-    def required(self, key: str) -> int:
-        value = self.own(key, int)
-        if value is None:
-            raise StartupError(f"{self.prefix}{key} is missing")
-        return value
-
-    def check_equal(self, key: str, expected: float | None, other: str) -> None:
-        """Raises StartupError unless the number is absent or expected, the value of the key other."""
-        value = self.own(key, float)
-        if value is not None and value != expected:
-            raise StartupError(f"{self.prefix}{key} is {value:g}; it must be that of {other}, {expected}")
-
-    def same_in_all_layers(self, key: str) -> int | None:
-        """Read a number, or a list of equal numbers for all layers."""
-        self._read.add(self.prefix + key)
-        value = self._values.get(self.prefix + key)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected the same integer for all layers")
-        return value
-
-    def strings(self, key: str) -> list[str]:
-        """Read a list of strings; empty if there is none. Raises StartupError for another value."""
-        self._read.add(self.prefix + key)
-        value = self._values.get(self.prefix + key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
-        return value
-
-    def interval_or_flags(self, key: str) -> int | list[bool] | None:
-        """Read a number, or a flag for each layer."""
-        self._read.add(self.prefix + key)
-        value = self._values.get(self.prefix + key)
-        if isinstance(value, list) and all(item in (0, 1) for item in value):
-            return [bool(item) for item in value]
-        return self.own(key, int)
-
-
 def make_config(
     metadata: Metadata, tensors: Mapping[str, GgufTensor], rope_factors: Mapping[str, tuple[float, ...]]
 ) -> dict[str, Any]:
@@ -286,18 +202,21 @@ def make_config(
     own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items() if name in known}
     if architecture is _OLMO3:
         own["rope_local_base_freq"] = own["rope_local_base_freq"] or theta
+    sizes = (
+        gemma4_settings(metadata, tensors.keys(), embedding.shape[0], layers, head_dim)
+        if architecture.has_layer_sizes
+        else _sizes(metadata, heads, head_dim, own)
+    )
     return {
         **own,
+        **sizes,
         **_layer_types(metadata, architecture, layers),
         **architecture.settings,
         "architectures": [architecture.name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "intermediate_size": metadata.same_in_all_layers("feed_forward_length") or own.get("moe_intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.same_in_all_layers("attention.head_count_kv") or heads,
-        "head_dim": head_dim,
         "max_position_embeddings": context,
         "rope_theta": theta,
         **_rope_settings(metadata, architecture, context, rope_factors),
@@ -311,6 +230,15 @@ def make_config(
         "norms_have_offset": architecture.offset_norms,
         "tie_word_embeddings": LM_HEAD not in tensors,
         "dtype": dtype_of(embedding),
+    }
+
+
+def _sizes(metadata: Metadata, heads: int, head_dim: int | None, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of all layers."""
+    return {
+        "intermediate_size": metadata.same_in_all_layers("feed_forward_length") or own.get("moe_intermediate_size"),
+        "num_key_value_heads": metadata.same_in_all_layers("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
     }
 
 
@@ -363,6 +291,8 @@ def _rope_settings(
         kind = "linear" if factor else "none"
     if factors and kind not in ("none", "longrope"):
         raise StartupError(f"{metadata.prefix}rope.scaling.type is {shorten(kind)}, and the file has {min(factors)}")
+    if _ROPE_FACTORS in factors and architecture.has_layer_sizes:
+        return proportional_rope(factors[_ROPE_FACTORS])
     if _ROPE_FACTORS in factors:
         # Frequencies divided by a factor each, such as Llama 3.1's: LongRoPE with the same factors at any length.
         same = factors[_ROPE_FACTORS]

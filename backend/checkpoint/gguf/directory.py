@@ -26,7 +26,7 @@ from penstock.backend.checkpoint.files.layout import (
 )
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.gguf.cached_directories import cached_directory
-from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, Metadata, make_config
+from penstock.backend.checkpoint.gguf.config import EMBEDDING, ROPE_TENSORS, make_config
 from penstock.backend.checkpoint.gguf.encoders import (
     ANSWER_HEAD,
     ENCODERS,
@@ -36,6 +36,7 @@ from penstock.backend.checkpoint.gguf.encoders import (
     pooling_files,
 )
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
+from penstock.backend.checkpoint.gguf.metadata import Metadata
 from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.errors import StartupError

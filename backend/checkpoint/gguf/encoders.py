@@ -15,8 +15,8 @@ from penstock.backend.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.backend.checkpoint.gguf.config import Metadata
     from penstock.backend.checkpoint.gguf.header import GgufTensor
+    from penstock.backend.checkpoint.gguf.metadata import Metadata
 
 _POOLING_MODES = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 """Values of pooling_type → sentence-transformers' names."""

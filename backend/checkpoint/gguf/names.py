@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
-_PARAMETERS = {
+_OTHER_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
 }
-"""Tensors of a layer that are neither weights nor biases of a module in Hugging Face checkpoints."""
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+(?:\.(?:weight|bias))?)", re.ASCII)
+"""Names within a layer of tensors that are no weight or bias of a module."""
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+(?:\.(?:weight|bias|scale))?)", re.ASCII)
 _KINDS = ("weight", "bias")
 
 
@@ -45,7 +48,8 @@ class GgufNames:
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
         delta_in = ("attn_qkv", "attn_gate") if len(names.delta_in) > 1 else ("ssm_in",)
         delta_gates = ("ssm_beta", "ssm_alpha") if len(names.delta_gates) > 1 else ("ssm_ba",)
-        gate, up = names.expert_gate_up
+        expert_gate_up = ("ffn_gate_exps", "ffn_up_exps") if len(names.expert_gate_up) > 1 else ("ffn_gate_up_exps",)
+        gate, up = names.expert_gate_up[0], names.expert_gate_up[-1]
         modules = {
             **dict(zip(delta_in, names.delta_in, strict=True)),
             **dict(zip(delta_gates, names.delta_gates, strict=True)),
@@ -64,9 +68,14 @@ class GgufNames:
             **dict(zip(gate_up, names.gate_up, strict=True)),
             "ffn_down": names.down,
             "ffn_gate_inp": names.router,
-            "ffn_gate_exps": f"{names.expert}.{gate}",
-            "ffn_up_exps": f"{names.expert}.{up}",
+            **{own: f"{names.expert}.{name}" for own, name in zip(expert_gate_up, names.expert_gate_up, strict=True)},
             "ffn_down_exps": f"{names.expert}.{names.expert_down}",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
             "ffn_gate_inp_shexp": names.shared_gate,
             "ffn_gate_shexp": f"{names.shared_expert}.{gate}",
             "ffn_up_shexp": f"{names.shared_expert}.{up}",
@@ -76,6 +85,9 @@ class GgufNames:
             "token_embd": "model.embed_tokens",
             "output_norm": "model.norm",
             "output": "lm_head",
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
             "cls.output": "score",
         }
         return cls(outside, "model.layers.{}.", modules)
@@ -113,8 +125,8 @@ class GgufNames:
         if match is None:
             return []
         layer, stem = self.layer.format(match[1]), match[2].removesuffix(f".{kind}")
-        if match[2] in _PARAMETERS:
-            return [f"{layer}{_PARAMETERS[match[2]]}"]
+        if match[2] in _OTHER_NAMES:
+            return [layer + _OTHER_NAMES[match[2]]]
         module = self.modules.get(stem)
         if module is None:
             return []

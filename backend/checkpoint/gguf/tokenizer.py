@@ -1,7 +1,8 @@
 """Makes tokenizer.json, tokenizer_config.json and the end tokens from a GGUF file's metadata.
 
-Four kinds exist: "llama" is SentencePiece's BPE with scores instead of merges; "gpt2" is byte-level BPE, whose way to
-split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram. Others are refused.
+Five kinds exist: "llama" is SentencePiece's BPE with scores instead of merges, "gemma4" the same with merges; "gpt2" is
+byte-level BPE, whose way to split text is only named (`splits.py`); "bert" is WordPiece, "t5" SentencePiece's Unigram.
+Others are refused.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class GgufTokenizer:
         self._adds_end = adds_end
         pipelines = {
             "llama": self._sentencepiece,
+            "gemma4": self._sentencepiece,
             "gpt2": self._byte_level,
             "bert": self._word_piece,
             "t5": self._unigram,
@@ -124,7 +126,7 @@ class GgufTokenizer:
                 yield {"id": index, "content": token, **flags, "special": kind != _Kind.USER_DEFINED}
 
     def _sentencepiece(self) -> dict[str, Any]:
-        adds_space = self._get("add_space_prefix", bool)
+        adds_space = False if self._get("model", str) == "gemma4" else self._get("add_space_prefix", bool)
         prepend = [{"type": "Prepend", "prepend": _SPACE}] if adds_space is not False else []
         strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prepend else []
         unknown = self._token_id("unknown_token_id")

@@ -14,6 +14,7 @@ import torch
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
+    INPUT_TABLE,
     LINEARS,
     STACKED_IN_PARTS,
     TensorSpec,
@@ -30,6 +31,7 @@ from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_for
 from penstock.backend.errors import StartupError
 
 BYTE_GROUP = 32
+_TABLE = "inputs_table"
 LM_HEAD = "lm_head"
 """Name of the quantised output layer. It is also the embedding where both are tied."""
 
@@ -40,8 +42,8 @@ class Quantization:
 
     name: str
     group_size: int | None
-    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head always
-    has 8 bits."""
+    """Inputs that share a scale in the linears of the layers, which then have 4 bits; None for 8 bits. lm_head and
+    tables always have 8 bits."""
     is_float: bool = False
     """The 8 bits are floats, E4M3; otherwise all values are integers."""
     groups_bytes: bool = False
@@ -50,7 +52,7 @@ class Quantization:
     def form_of(self, linear: str, inputs: int) -> PackedForm | GroupedForm | Float8Form:
         if self.is_float:
             return Float8Form(None)
-        group_size = None if linear == LM_HEAD else self.group_size
+        group_size = None if linear == LM_HEAD or linear.endswith(_TABLE) else self.group_size
         if group_size is None and self.groups_bytes and inputs % BYTE_GROUP == 0:
             return GroupedForm(8, BYTE_GROUP, BYTE_GROUP, has_minima=False)
         return PackedForm(group_size)
@@ -206,7 +208,8 @@ def _stored_form(
     """The form that stacked tensors have in the checkpoint; None if they are dequantised."""
     found: list[WeightForm | None] = []
     for spec in specs:
-        matrix = formats.of(spec.name) if spec.name != EMBEDDING or formats.cover_embedding else None
+        is_covered = spec.name not in (EMBEDDING, INPUT_TABLE) or formats.cover_embedding
+        matrix = formats.of(spec.name) if is_covered else None
         found.append(None if matrix is None else matrix.packed_form((spec.shape[0], spec.shape[1])))
     in_parts = name.endswith(STACKED_IN_PARTS)
     return stacked_form(found, [spec.shape[0] for spec in specs], keeps, in_parts=in_parts)

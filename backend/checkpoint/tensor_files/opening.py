@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD
+from penstock.backend.checkpoint.config.tensors import EMBEDDING, INPUT_TABLE, LM_HEAD
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.files.layout import INDEX_FILE, SINGLE_FILE, read_index, rename_all, weight_files
 from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
@@ -60,7 +60,7 @@ def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, T
     """Give tensors the names that `TensorSpec` has, and the vocabulary at most vocab_size rows."""
     if EMBEDDING not in files and EMBEDDING.removeprefix(_MODEL_PREFIX) in files:
         files = rename_tensors(files, lambda name: name if name.startswith(_HEADS) else _MODEL_PREFIX + name)
-    crop_rows(files, (EMBEDDING, LM_HEAD), vocab_size)
+    crop_rows(files, (EMBEDDING, LM_HEAD, INPUT_TABLE), vocab_size)
     return files
 
 
@@ -68,7 +68,7 @@ def split_experts(files: dict[str, TensorFile], config: DecoderConfig) -> dict[s
     """Give each expert its own tensors where all of a layer are in one, as MLX and Qwen3.5 store them. Raises
     StartupError."""
     experts, names = config.experts, config.names
-    if experts is None:
+    if experts is None or experts.beside_mlp:
         return files
     sizes = {"gate_up": (2 * experts.width, config.hidden_size), "down": (config.hidden_size, experts.width)}
     own = dict(zip(_STACKED_LINEARS, (*names.expert_gate_up, names.expert_down), strict=True))

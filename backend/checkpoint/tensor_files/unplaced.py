@@ -41,6 +41,7 @@ _ENCODER_HEADS = frozenset(
 )
 """Heads of encoders: a checkpoint may have others than the one that is used."""
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+_KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
 _ZERO_ENDS = (".bias", "zero_point")
 _MAX_ZEROS_BYTES = 1 << 24
 _COMPARED_ROWS = 16
@@ -72,11 +73,15 @@ def unused_heads(config: DecoderConfig) -> Collection[str]:
     return () if config.has_own_lm_head else (LM_HEAD,) if config.has_lm_head else (LM_HEAD, "score.weight")
 
 
-def is_beside_decoder(num_layers: int, heads: Collection[str], name: str) -> bool:
-    """Whether the tensor belongs to a part that the decoder is computed without, such as a layer after its last."""
+def is_beside_decoder(num_layers: int, heads: Collection[str], name: str, num_shared: int = 0) -> bool:
+    """Whether the tensor belongs to a part that the decoder is computed without, such as a layer after its last.
+
+    The last num_shared layers use keys and values of others: some files have unused ones for them.
+    """
     layer = _LAYER.match(name)
     if layer is not None:
-        return int(layer[1]) >= num_layers
+        first_without = num_layers - num_shared if name[layer.end() :].startswith(_KEYS_AND_VALUES) else num_layers
+        return int(layer[1]) >= first_without
     return name in heads or not _OTHER_PARTS.isdisjoint(name.split(".", 2)[:2])
 
 

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
 
 def unsupported_by_kernels(config: DecoderConfig) -> str | None:
     """Return why the kernels cannot run this model, or None. They need heads of whole vectors and even input sizes."""
-    if config.head_dim % 16 or config.head_dim > 1024:
-        return f"heads of {config.head_dim}; they have heads of a multiple of 16, up to 1024"
-    for name in ("hidden_size", "intermediate_size"):
+    for head_dim in (config.head_dim, *(config.full_heads or ())[1:]):
+        if head_dim % 16 or head_dim > 1024:
+            return f"heads of {head_dim}; they have heads of a multiple of 16, up to 1024"
+    for name in ("hidden_size", "intermediate_size", "layer_input_size"):
         if getattr(config, name) % 2:
             return f"an odd {name}, {getattr(config, name)}"
     if config.experts is not None:

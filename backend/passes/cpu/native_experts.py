@@ -31,11 +31,18 @@ class NativeExpertOps:
         return self.packer.pack_experts(weights, self.settings, scale)
 
     def add(self, x: int, experts: PackedExperts, residual: int) -> None:
-        logits = self.linear(x, experts.router, self.router_logits, LinearOutput.STORE_FLOAT)
-        self.do(OperationKind.ROUTE, experts.address, x, logits)
+        self.rate(x, experts)
+        self.add_rated(x, experts, residual)
+
+    def rate(self, x: int, experts: PackedExperts) -> None:
+        self.linear(x, experts.router, self.router_logits, LinearOutput.STORE_FLOAT)
+
+    def add_rated(self, x: int, experts: PackedExperts, residual: int, *, replaces: bool = False) -> None:
+        """replaces: residual is 0 before."""
+        self.do(OperationKind.ROUTE, experts.address, x, self.router_logits)
         output = self.gated_output if self.settings.clamped_gate is None else LinearOutput.GATED_CLAMPED
         self.do(OperationKind.EXPERT_INPUTS, experts.address, None, 0, output)
-        self.do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual)
+        self.do(OperationKind.EXPERT_OUTPUTS, experts.address, None, residual, replaces)
 
     def weight_by_sigmoid(self, x: int, gate: PackedLinear, mixed: int) -> None:
         gates = self.linear(x, gate, self.router_logits, LinearOutput.STORE_FLOAT)

@@ -18,7 +18,7 @@ import torch
 
 from penstock.backend.passes.cpu.library.native_structs import (
     CACHE_FORMS,
-    Attention,
+    AddNorm,
     Buffer,
     LinearOutput,
     Operation,
@@ -29,17 +29,17 @@ from penstock.backend.passes.cpu.library.native_structs import (
     declare_functions,
     make_shape,
 )
+from penstock.backend.passes.cpu.native_cache import NativeCache
 from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
-from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
+from penstock.backend.passes.cpu.native_side import NativeSideOps
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
     WeightPacker,
 )
-from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 
@@ -107,17 +107,15 @@ class NativeOps:
         self._library = library
         self._dtype = dtype
         self._rope_table = RopeTable(*config.ropes)
-        self._rotary_dim = config.rope.rotary_dim
         self._scales = config.scales
         self._gated_output = LinearOutput.GATED_GELU if config.activation == "gelu_tanh" else LinearOutput.GATED_SILU
         self._settings = config.experts
-        self._num_kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
         shape = make_shape(config, dtype, uses_tiles=uses_tiles)
         self._engine: int | None = library.ps_create(num_threads, round(spin_s * 1e9), byref(shape))
         self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
         self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
-        self._layers: dict[int, Attention] = {}
+        self._kv = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
         self._programs: dict[bool, _Program] = {}
@@ -129,19 +127,20 @@ class NativeOps:
         """The memory that `StepRows.arrays` points to, and free space."""
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
-        self.cache: list[Tensor] = []
-        """One tensor per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h."""
 
         net = config.delta_net
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
-        attention_width = config.num_heads * config.head_dim
+        heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
+        attention_width = config.num_heads * max(head_dim for _, head_dim in heads)
+        mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
         self._residual = Buffer(config.hidden_size, torch.float32)
         self._last_residual = Buffer(config.hidden_size, torch.float32)
         self._hidden = Buffer(config.hidden_size, dtype)
-        qkv_width = attention_width * (1 + config.gated_attention) + 2 * config.num_kv_heads * config.head_dim
+        gates = config.num_heads if config.gated_attention else 0
+        qkv_width = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
         self._qkv = Buffer(max(qkv_width, 0 if net is None else net.num_channels + net.value_size), dtype)
         self._attended = Buffer(max(attention_width, 0 if net is None else net.value_size), dtype)
-        self._gated = Buffer(max(config.intermediate_size, shared_width), dtype)
+        self._gated = Buffer(max(mlp_width, shared_width), dtype)
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
         """The result of attention or MLP before its norm, which is then added to the residual stream."""
@@ -149,12 +148,21 @@ class NativeOps:
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
+        self.side: NativeSideOps | None = None
+        if config.layer_input_size or config.has_experts_beside:
+            parts = (self._do, self._linear, self.norm, self._add_norm)
+            self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
         self.delta_net: NativeDeltaNetOps | None = None
         if net is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
-        self._activations = (*buffers, *added, *(() if self.delta_net is None else self.delta_net.buffers))
+        others = [buffer for ops in (self.side, self.delta_net) if ops is not None for buffer in ops.buffers]
+        self._activations = (*buffers, *added, *others)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
+
+    @property
+    def cache(self) -> list[Tensor]:
+        return self._kv.tensors
 
     @property
     def experts(self) -> NativeExpertOps | None:
@@ -179,11 +187,7 @@ class NativeOps:
         return EmbeddingTable.of_packed(linear)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        values_per_page = 2 * self._num_kv_heads * page_size_tokens * self._head_dim
-        page_bytes = values_per_page * KV_BLOCK_BYTES[kv_dtype] // KV_BLOCK_VALUES
-        memory = map_memory(num_layers * num_pages * page_bytes)
-        self.cache = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_layers, num_pages, page_bytes))
-        self._layers.clear()
+        self._kv.create(num_layers, num_pages, page_size_tokens, kv_dtype)
         self._forget_programs()
         self._library.ps_set_cache(self._engine, page_size_tokens, CACHE_FORMS[kv_dtype])
 
@@ -300,17 +304,22 @@ class NativeOps:
             self._linear(x, weights, residual, LinearOutput.ADD)
             return
         added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
-        self._do(OperationKind.ADD_NORM, norm.data_ptr(), added, residual)
+        self._add_norm(added, norm, residual)
+
+    def _add_norm(self, x: int, norm: Tensor, residual: int, form: AddNorm = AddNorm.ADD) -> None:
+        if len(norm) == self._residual.width + 1:
+            form = AddNorm.ADD_AND_SCALE
+        self._do(OperationKind.ADD_NORM, norm.data_ptr(), x, residual, form)
 
     def activated_linear(self, x: int, weights: PackedLinear) -> int:
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
-        self._do(OperationKind.ROTATE_AND_STORE, self._attention_of(layer), None, qkv)
+        self._do(OperationKind.ROTATE_AND_STORE, self._kv.attention_of(layer), None, qkv)
 
     def attention(self, qkv: int, step: _Step, layer: AttentionLayer) -> int:  # noqa: ARG002 - as above
-        return self._do(OperationKind.ATTENTION, self._attention_of(layer), qkv, self._attended.address)
+        return self._do(OperationKind.ATTENTION, self._kv.attention_of(layer), qkv, self._attended.address)
 
     def last_tokens(self, qkv: int, residual: int, step: _Step) -> tuple[int, int, _Step]:
         self._last_residual.reserve(step.num_last)
@@ -362,25 +371,7 @@ class NativeOps:
         if self._engine is not None:
             self._library.ps_destroy(self._engine)
             self._engine = None
-        self._layers.clear()
         if self.delta_net is not None:
             self.delta_net.close()
         self._forget_programs()
-        self.cache = []
-
-    def _attention_of(self, layer: AttentionLayer) -> int:
-        """Return the address of the layer's struct."""
-        struct = self._layers.get(layer.index)
-        if struct is None:
-            query_rope, key_rope = (-1 if rope is None else rope * self._rotary_dim for rope in layer.ropes)
-            struct = self._layers[layer.index] = Attention(
-                cache=self.cache[layer.cache_index].data_ptr(),
-                group=layer.group,
-                q_norm=None if layer.q_norm is None else layer.q_norm.data_ptr(),
-                k_norm=None if layer.k_norm is None else layer.k_norm.data_ptr(),
-                sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
-                window=layer.window_tokens or 0,
-                query_rope=query_rope,
-                key_rope=key_rope,
-            )
-        return ctypes.addressof(struct)
+        self._kv.release()

@@ -13,6 +13,7 @@ import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
+from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
@@ -90,10 +91,12 @@ class CpuDecoderPass(HostSampling):
 
         groups: layers with pages of their own; None for one group. adapters: must stay open until this returns.
         """
+        self._groups = groups or one_group(config)
+        if config.full_heads is not None and not isinstance(ops, NativeOps) and len(self._groups.windows) > 1:
+            raise StartupError(f"{config.architecture} needs the CPU kernels: its heads of two sizes share pages")
         sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
         super().__init__(config.vocab_size, max_running, sampler)
         self._config = config
-        self._groups = groups or one_group(config)
         self._ops = ops
         self._dtype = dtype
         self._turns_heads = turns_heads
@@ -121,7 +124,7 @@ class CpuDecoderPass(HostSampling):
         if quantization is not None:
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
-        formats, groups = read_stored_formats(model_dir), layer_groups(config, options)
+        formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
 
@@ -133,7 +136,7 @@ class CpuDecoderPass(HostSampling):
 
         config, is_turned = read_decoder_config(model_dir, options.max_context_tokens), turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
-        groups = layer_groups(config, options)
+        groups = _groups(config, options)
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
 
@@ -294,6 +297,12 @@ class CpuDecoderPass(HostSampling):
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()
+
+
+def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
+    """In torch layers of different sizes share no pages."""
+    shares = config.full_heads is None or supports_native_ops(config)
+    return layer_groups(config, options) if shares else one_group(config)
 
 
 def make_cpu_ops(

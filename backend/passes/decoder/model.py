@@ -26,14 +26,17 @@ from penstock.backend.passes.decoder.row_orders import (
 from penstock.backend.passes.ops.interface import (
     Array,
     AttentionLayer,
+    BesideNorms,
     DeltaNetOps,
     DeltaNetWeights,
     ExpertOps,
     Experts,
     ExpertWeights,
+    LayerInput,
     Linear,
     LinearAdapters,
     Ops,
+    SideOps,
     Step,
 )
 
@@ -59,6 +62,9 @@ class _Layer:
     mlp: _Mlp | None
     """With experts it is the shared expert, if there is one."""
     experts: Experts | None
+    beside: BesideNorms | None
+    """If the experts are beside the MLP."""
+    input: LayerInput | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,8 @@ class DecoderModel:
             _pack_layer(config, ops, _Unpacked(weights.layer(i, dtype)), i, groups.places[i])
             for i in range(config.num_layers)
         ]
+        self._num_stored = config.num_layers - config.num_shared_layers
+        """The layers up to the last cache write."""
         self._final_norm = _pack_norm(config, ops, weights.final_norm(dtype))
 
     def read_adapter(self, of_linears: LinearAdapters, adapter: PeftAdapter) -> list[Any]:
@@ -135,21 +143,25 @@ class DecoderModel:
         return self.finish(qkv, residual, step) if needs_logits else None
 
     def store_tokens(self, step: Step) -> tuple[Array, Array]:
-        """Run the step up to the last layer's cache write; return the arguments of `finish`."""
+        """Run the step up to the last cache write; return the arguments of `finish`."""
         residual = self._ops.embed(self._embedding, step)
-        for layer in self._layers[:-1]:
-            qkv = self._project(layer, residual, step)
-            self._attend_and_mix(layer, qkv, residual, step)
-        return self._project(self._layers[-1], residual, step), residual
+        if self._config.layer_input_size:
+            _side_ops(self._ops).begin_inputs(residual, step)
+        *layers, last = self._layers[: self._num_stored]
+        for layer in layers:
+            self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
+        return self._project(last, residual, step), residual
 
     def finish(self, qkv: Array, residual: Array, step: Step) -> Array | None:
         """Run the rest of a step, like `forward` with needs_logits.
 
         After the last cache write, only the tokens that need logits matter, and those that are scored.
         """
-        ops, last = self._ops, self._layers[-1]
+        ops, (last, *shared) = self._ops, self._layers[self._num_stored - 1 :]
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
         self._attend_and_mix(last, qkv, residual, step)
+        for layer in shared:
+            self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
         self.normed = ops.final_norm(residual, self._final_norm)
         if self._lm_head is None:
             return None
@@ -173,28 +185,33 @@ class DecoderModel:
     def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
         ops = self._ops
         if layer.attention is None:
-            self._add_mlp(layer, residual)
+            self._add_mlp(layer, residual, step)
             return
         attended = ops.attention(qkv, step, layer.attention)
         if self._config.parallel_blocks:
             # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
             mixed = self._mix(layer.mlp, ops.norm(residual, layer.attention_norm))
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
-            self._add_mixed(layer, mixed, residual)
+            self._add_mixed(layer, mixed, residual, step)
         else:
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
-            self._add_mlp(layer, residual)
+            self._add_mlp(layer, residual, step)
 
-    def _add_mlp(self, layer: _Layer, residual: Array) -> None:
+    def _add_mlp(self, layer: _Layer, residual: Array, step: Step) -> None:
         x = self._ops.norm(residual, layer.mlp_norm)
         mixed = self._mix(layer.mlp, x)
-        if layer.experts is not None:
+        if layer.experts is not None and layer.beside is None:
             _expert_ops(self._ops).add(x, layer.experts, residual)
-        self._add_mixed(layer, mixed, residual)
+        self._add_mixed(layer, mixed, residual, step)
 
-    def _add_mixed(self, layer: _Layer, mixed: Array | None, residual: Array) -> None:
-        if layer.mlp is not None:
-            self._ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
+    def _add_mixed(self, layer: _Layer, mixed: Array | None, residual: Array, step: Step) -> None:
+        ops = self._ops
+        if layer.mlp is not None and layer.beside is not None:
+            _side_ops(ops).add_experts(mixed, layer.mlp.down, layer.experts, layer.beside, residual)
+        elif layer.mlp is not None:
+            ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
+        if layer.input is not None and layer.attention is not None:
+            _side_ops(ops).add_input(layer.attention.index, layer.input, residual, step)
 
     def _mix(self, mlp: _Mlp | None, x: Array) -> Array | None:
         """Return the input of the MLP's down product."""
@@ -226,6 +243,12 @@ def _delta_ops(ops: Ops) -> DeltaNetOps:
     return ops.delta_net
 
 
+def _side_ops(ops: Ops) -> SideOps:
+    if ops.side is None:
+        raise ValueError("these operations have none for inputs of layers and experts beside the MLP")
+    return ops.side
+
+
 class _Unpacked:
     """A layer's weights, each for a single use: a matrix is freed when it is packed, not with its layer."""
 
@@ -242,7 +265,14 @@ class _Unpacked:
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, place: tuple[int, int]) -> _Layer:
     scale, net = config.scales.residual, config.delta_net_of_layer(index)
-    packed = {field: _pack_norm(config, ops, plain.take(field)) for field in NORM_FIELDS}
+    if plain.has("inputs_table"):
+        _side_ops(ops).pack_inputs(*map(plain.take, ("inputs_table", "inputs_projection", "inputs_norm")))
+    of_input, factor = plain.has("input_norm"), plain.take("layer_scale")
+    last_norm = "input_norm" if of_input else "mlp_output_norm"
+    packed = {
+        field: _pack_norm(config, ops, plain.take(field), factor if field == last_norm else None)
+        for field in (*NORM_FIELDS, "input_norm")
+    }
     return _Layer(
         attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
         delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
@@ -253,6 +283,8 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, p
         mlp_norm=packed["mlp_norm"],
         mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
         experts=_pack_experts(ops, plain, scale),
+        beside=_pack_beside(config, ops, plain, packed["mlp_output_norm"]) if plain.has("expert_norm") else None,
+        input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
     )
 
 
@@ -263,6 +295,7 @@ def _pack_attention(
     if config.interleaved_rope:
         order = rotate_half_order(config)
         q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
+    source = config.source_of_layer(index)
     return AttentionLayer(
         index=index,
         rope=config.rope_of_layer(index),
@@ -273,6 +306,9 @@ def _pack_attention(
         sinks=None if sinks is None else ops.vector(sinks),
         group=place[0],
         group_index=place[1],
+        v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
+        has_full_heads=config.has_full_heads(index),
+        source=None if source == index else source,
     )
 
 
@@ -286,6 +322,17 @@ def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpa
         norm=plain.take("delta_norm"),
     )
     return _delta_ops(ops).pack(weights)
+
+
+def _pack_beside(config: DecoderConfig, ops: Ops, plain: _Unpacked, norm_of_sum: Array) -> BesideNorms:
+    router = plain.take("router_scale") * config.hidden_size**-0.5
+    dense, inputs, results = map(plain.take, ("dense_output_norm", "expert_norm", "expert_output_norm"))
+    return BesideNorms(ops.vector(dense), ops.vector(router), ops.vector(inputs), ops.vector(results), norm_of_sum)
+
+
+def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
+    gate, projection = (ops.pack_linear(plain.take(field), None) for field in ("input_gate", "input_projection"))
+    return LayerInput(gate, projection, norm)
 
 
 def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
@@ -317,14 +364,17 @@ def _pack_experts(ops: Ops, plain: _Unpacked, scale: float) -> Experts | None:
         plain.take("router_bias"),
         plain.take("expert_gate_up_bias"),
         plain.take("expert_down_bias"),
+        plain.take("expert_scale"),
     )
     return _expert_ops(ops).pack(weights, scale)
 
 
-def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None) -> Array | None:
-    """A layer norm without a bias gets one of zeros."""
+def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None, factor: Tensor | None = None) -> Array | None:
+    """A layer norm without a bias gets one of zeros. factor: of the sum, see `Ops.linear_add`."""
     if weight is None:
         return None
+    if factor is not None:
+        weight = torch.cat([weight, factor])
     if config.norm == "layer" and not config.norm_bias:
         weight = functional.pad(weight, (0, len(weight)))
     return ops.vector(_offset(config, weight))

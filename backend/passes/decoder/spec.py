@@ -9,7 +9,7 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels, weight_bytes
 from penstock.backend.forward_pass import PassSpec
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES, supports_q8_0
-from penstock.backend.passes.ops.layer_groups import one_group
+from penstock.backend.passes.ops.layer_groups import one_group, unit_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -45,9 +45,10 @@ def make_spec(
     explicit choice.
     """
     groups = groups or one_group(config)
-    num_places = len(groups.windows) * groups.num_layers
-    values_per_token = 2 * num_places * config.num_kv_heads * config.head_dim
-    widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or supports_q8_0(config.head_dim)}
+    values_per_token = len(groups.windows) * groups.num_layers * unit_values(config)
+    head_dims = {config.heads_of_layer(index)[1] for index in range(config.num_layers)}
+    has_blocks = all(map(supports_q8_0, head_dims))
+    widths = {name: KV_BLOCK_BYTES[name] for name in kv_dtypes if name != "q8_0" or has_blocks}
     order = sorted(widths, key=lambda name: (widths[name] > KV_BLOCK_VALUES * dtype.itemsize, -widths[name]))
     return PassSpec(
         config.vocab_size,
@@ -58,7 +59,8 @@ def make_spec(
         quantization="none" if quantization is None else quantization.name,
         scores_prompts=True,
         has_llama_cpp_sampling=True,
-        embedding_size=config.hidden_size,
+        # The inputs of layers need the token's id.
+        embedding_size=0 if config.layer_input_size else config.hidden_size,
         kv_windows=groups.windows,
         state_bytes_per_sequence=0 if config.delta_net is None else config.delta_net.state_bytes,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),

@@ -104,6 +104,8 @@ class ExpertWeights:
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    factors: Tensor | None = None
+    """[experts] factors of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,12 @@ class AttentionLayer:
     group: int = 0
     """The group whose pages have its keys and values: an entry of `PassSpec.kv_windows`."""
     group_index: int | None = None
-    """Its index among the group's layers; None if all layers are one group."""
+    """Its index among the group's layers, or units; None if all layers are one group."""
+    v_norm: Array | None = None
+    has_full_heads: bool = False
+    """Its heads are `DecoderConfig.full_heads`."""
+    source: int | None = None
+    """The layer whose keys and values it uses, if it has none: then its qkv has only q."""
 
     @property
     def cache_index(self) -> int:
@@ -186,6 +193,45 @@ class DeltaNetOps(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What turns a layer's input into an addition to the residual stream."""
+
+    gate: Linear
+    projection: Linear
+    norm: Array
+    """As in `linear_add`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNorms:
+    """Norms of a layer with experts beside its MLP."""
+
+    dense: Array
+    """Of the MLP's results, as `experts` of those of the experts."""
+    router: Array
+    expert_inputs: Array
+    experts: Array
+    sum: Array
+    """Of both together, as in `linear_add`."""
+
+
+class SideOps(Protocol):
+    """Operations beside attention and the MLP, of models with inputs of layers or experts beside the MLP."""
+
+    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
+        """Keep what `begin_inputs` needs, as in `LayerWeights`. The caller drops its copy."""
+
+    def begin_inputs(self, residual: Array, step: Step) -> None:
+        """Compute the inputs of all layers, from the embeddings and the tokens' ids."""
+
+    def add_input(self, index: int, layer: LayerInput, residual: Array, step: Step) -> None:
+        """Add norm(projection(activation(gate(residual)) * the layer's input)) to residual."""
+
+    def add_experts(self, mixed: Array, down: Linear, experts: Experts, norms: BesideNorms, residual: Array) -> None:
+        """Add the results of the MLP, whose down product is still to be computed from mixed, and of the experts."""
+
+
 class Ops(Protocol):
     """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
 
@@ -200,6 +246,10 @@ class Ops(Protocol):
     @property
     def delta_net(self) -> DeltaNetOps | None:
         """The operations of layers with a delta rule; None if the model or these operations have none."""
+
+    @property
+    def side(self) -> SideOps | None:
+        """None if the model or these operations have none."""
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -230,7 +280,10 @@ class Ops(Protocol):
     def linear(self, x: Array, weights: Linear) -> Array: ...
 
     def linear_add(self, x: Array, weights: Linear, residual: Array, norm: Array | None = None) -> None:
-        """Add the product, or its norm with that weight, to residual [T, out] in place, in fp32."""
+        """Add the product, or its norm with that weight, to residual [T, out] in place, in fp32.
+
+        norm may have one more number, by which the sum is multiplied.
+        """
 
     def activated_linear(self, x: Array, weights: Linear) -> Array:
         """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
@@ -289,7 +342,8 @@ class CpuOps(Ops, Protocol):
     def cache(self) -> list[Tensor] | PageParts:
         """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
 
-    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None: ...
+    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        """num_layers: `LayerGroups.num_layers`."""
 
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
         """Copy batch.page_copies and prepare the rows.

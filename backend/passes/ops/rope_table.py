@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,14 @@ _FIRST_POSITIONS = 4096
 class RopeTable:
     """Rows [cos | sin] for positions 0 … n - 1, [n, rotary_dim] fp32, computed in fp64.
 
-    The rows of several ropes, all with the same rotary_dim, are joined: [n, ropes × rotary_dim]. The table doubles when
+    The rows of several ropes are joined: [n, sum of their rotary_dim]. The table doubles when
     a sequence outgrows it, so positions that no sequence reaches take no memory.
     """
 
     def __init__(self, *ropes: RopeConfig) -> None:
         self._ropes = ropes
+        self.begins = tuple(accumulate((rope.rotary_dim for rope in ropes), initial=0))
+        """Where the numbers of each rope begin in a row, and where the last end."""
         self.rows = torch.empty(0, sum(rope.rotary_dim for rope in ropes), dtype=torch.float32)
         self._num_positions = 0
 

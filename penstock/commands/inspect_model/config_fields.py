@@ -69,6 +69,7 @@ class ConfigFields(Struct, frozen=True):
     num_experts: _Count | None = None
     n_routed_experts: _Count | None = None
     num_experts_per_tok: _Count | None = None
+    top_k_experts: _Count | None = None
     experts_per_token: _Count | None = None
     quantization_config: Quantization | None = None
 
@@ -80,7 +81,8 @@ class ConfigFields(Struct, frozen=True):
     @property
     def active_experts(self) -> int:
         """Experts that a token uses."""
-        return min(self.num_experts_per_tok or self.experts_per_token or self.experts, self.experts)
+        used = self.num_experts_per_tok or self.top_k_experts or self.experts_per_token
+        return min(used or self.experts, self.experts)
 
     @property
     def kv_values_per_token(self) -> int | None:

@@ -17,7 +17,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 CONFIGS = {
-    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in (3, 4)},
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
 }
@@ -26,6 +26,7 @@ SCALES = {
     "GemmaForCausalLM": Scales(embedding=3072**0.5),
     "Gemma2ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5, scores_softcap=50.0, logits_softcap=30.0),
     "Gemma3ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5),
+    "Gemma4ForCausalLM": Scales(scores=1.0, embedding=2304**0.5),
     "GraniteForCausalLM": Scales(scores=1.0),
     "CohereForCausalLM": Scales(logits=0.0625),
     "Cohere2ForCausalLM": Scales(logits=0.0625),
@@ -40,6 +41,7 @@ def oracle_eps(config: Any) -> float:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> None:
     theirs = getattr(transformers, CONFIGS.get(architecture, architecture.replace("ForCausalLM", "Config")))()
+    theirs.allow_global_per_layer_attribute_access = True
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings") if hasattr(theirs, key)}
     config = parse_decoder_config(values | {"architectures": [architecture]})
@@ -50,13 +52,14 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     ropes = theirs.rope_parameters
     kinds = [ropes] if "rope_theta" in ropes else [ropes["full_attention"], ropes["sliding_attention"]]
     for rope, kind in zip(config.ropes[: len(kinds)], kinds, strict=True):
-        rotary_dim = head_dim * kind.get("partial_rotary_factor", 1.0)
+        is_proportional = kind["rope_type"] == "proportional"
+        rotary_dim = 2 * head_dim if is_proportional else head_dim * kind.get("partial_rotary_factor", 1.0)
         assert rope.rotary_dim == rotary_dim
         assert rope.inv_freq[1] == pytest.approx(kind["rope_theta"] ** (-2 / rotary_dim), rel=1e-6)
     layer_types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
     if architecture == "MistralForCausalLM":
         layer_types = ["sliding_attention"] * config.num_layers
-    window = 128 if architecture == "GptOssForCausalLM" else 4096
+    window = {"GptOssForCausalLM": 128, "Gemma4ForCausalLM": 512}.get(architecture, 4096)
     assert config.layer_window_tokens == tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     assert config.scales == SCALES.get(architecture, Scales())
     assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))

@@ -35,6 +35,10 @@ def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffi
     return torch.cat(found) if found else None
 
 
+LAYERS_DIFFER = ("gemma4", "gemma4-e", "gemma4-moe", "gemma4-vision")
+"""Their layers lack some of these tensors and have others; the decoder's tests compare their results."""
+
+
 def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
     found = [state[key] for suffix in ("weight", "bias") if (key := f"{name}.{suffix}") in state]
     return torch.cat(found) if found else None
@@ -42,7 +46,13 @@ def stacked_norm(state: dict[str, torch.Tensor], name: str) -> torch.Tensor | No
 
 @pytest.mark.parametrize(
     ("architecture", "sharding"),
-    list(zip((name for name in PRESETS if name not in EXPERT_PRESETS), cycle(({}, SHARDED)), strict=False)),
+    list(
+        zip(
+            (name for name in PRESETS if name not in (*EXPERT_PRESETS, *LAYERS_DIFFER)),
+            cycle(({}, SHARDED)),
+            strict=False,
+        )
+    ),
 )
 def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: dict[str, str], tmp_path: Path) -> None:
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)

@@ -20,6 +20,7 @@ from penstock.backend.passes.cpu.library.native_library import request_tiles
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.path_choice import load_kernels
 from penstock.backend.passes.ops.interface import Ops
+from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 from penstock.shm.memory.fd_mailbox import FdMailbox
 from tests.backend.passes.cpu.path_libraries import open_emulated_tiles, open_path
 
@@ -35,6 +36,12 @@ def make_torch_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) ->
 
 def make_deterministic_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Ops:
     return DeterministicTorchOps(config, dtype)
+
+
+def groups_for(ops: Ops, config: DecoderConfig) -> LayerGroups:
+    """Groups with pages of their own, if the operations can have them."""
+    shares = isinstance(ops, NativeOps) or config.full_heads is None
+    return split_groups(config) if shares else one_group(config)
 
 
 def make_native_ops(config: DecoderConfig, dtype: torch.dtype = torch.float32, num_threads: int = 2) -> NativeOps:

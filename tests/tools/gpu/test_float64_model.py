@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _NUM_TOKENS = 40
-FAMILIES = sorted(set(PRESETS) - {"gemma3-vision"})
+FAMILIES = sorted(name for name in PRESETS if name != "gemma3-vision" and not name.startswith("gemma4"))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

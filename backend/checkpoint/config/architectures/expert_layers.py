@@ -33,7 +33,7 @@ def qwen3_experts(config: HfConfig) -> ExpertLayers:
         width=config.moe_intermediate_size or 768,
         normalises=bool(config.norm_topk_prob),
     )
-    return _checked(experts, _sparse_layers(config))
+    return checked(experts, _sparse_layers(config))
 
 
 def qwen3_vl_experts(config: HfConfig) -> ExpertLayers:
@@ -43,7 +43,7 @@ def qwen3_vl_experts(config: HfConfig) -> ExpertLayers:
         width=config.moe_intermediate_size or 1408,
         normalises=True,
     )
-    return _checked(experts, _sparse_layers(config))
+    return checked(experts, _sparse_layers(config))
 
 
 def qwen2_experts(config: HfConfig) -> ExpertLayers:
@@ -54,17 +54,17 @@ def qwen2_experts(config: HfConfig) -> ExpertLayers:
         normalises=bool(config.norm_topk_prob),
         shared_width=config.shared_expert_intermediate_size or 5632,
     )
-    return _checked(experts, _sparse_layers(config))
+    return checked(experts, _sparse_layers(config))
 
 
 def qwen3_next_experts(config: HfConfig) -> ExpertLayers:
-    return _checked(
+    return checked(
         _with_shared(config, 512, 10, normalises=config.norm_topk_prob is not False), _sparse_layers(config)
     )
 
 
 def qwen35_experts(config: HfConfig) -> ExpertLayers:
-    return _checked(_with_shared(config, 256, 8, normalises=True), (True,) * config.num_hidden_layers)
+    return checked(_with_shared(config, 256, 8, normalises=True), (True,) * config.num_hidden_layers)
 
 
 def _with_shared(config: HfConfig, count: int, per_token: int, *, normalises: bool) -> Experts:
@@ -84,7 +84,7 @@ def mixtral_experts(config: HfConfig) -> ExpertLayers:
         width=config.intermediate_size,
         normalises=True,
     )
-    return _checked(experts, (True,) * config.num_hidden_layers)
+    return checked(experts, (True,) * config.num_hidden_layers)
 
 
 def gpt_oss_experts(config: HfConfig) -> ExpertLayers:
@@ -96,7 +96,7 @@ def gpt_oss_experts(config: HfConfig) -> ExpertLayers:
         biased=True,
         clamped_gate=ClampedGate(config.swiglu_alpha or 1.702, config.swiglu_limit or 7.0),
     )
-    return _checked(experts, (True,) * config.num_hidden_layers)
+    return checked(experts, (True,) * config.num_hidden_layers)
 
 
 def _count(config: HfConfig, default: int) -> int:
@@ -112,7 +112,7 @@ def _sparse_layers(config: HfConfig) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.num_hidden_layers))
 
 
-def _checked(experts: Experts, layers: tuple[bool, ...]) -> ExpertLayers:
+def checked(experts: Experts, layers: tuple[bool, ...]) -> ExpertLayers:
     if experts.per_token > experts.count:
         raise StartupError(
             f"num_experts_per_tok is {experts.per_token}; it must be at most the number of experts, {experts.count}"

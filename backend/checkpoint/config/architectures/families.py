@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import UNSET
 
@@ -22,6 +22,7 @@ from penstock.backend.checkpoint.config.architectures.expert_layers import (
     qwen3_next_experts,
     qwen35_experts,
 )
+from penstock.backend.checkpoint.config.architectures.gemma4 import GEMMA4_NAMES, gemma4_experts, gemma4_variations
 from penstock.backend.checkpoint.config.architectures.layer_patterns import (
     Windows,
     no_windows,
@@ -58,6 +59,10 @@ if TYPE_CHECKING:
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
+def _no_variations(*_: object) -> dict[str, Any]:
+    return {}
+
+
 def _no_scales(_: HfConfig) -> Scales:
     return Scales()
 
@@ -88,6 +93,8 @@ class Family:
     gated_attention: bool = False
     key_defaults: dict[str, int] = field(default_factory=dict)
     """Values of keys that HfConfig requires and files may omit."""
+    variations: Callable[[HfConfig, int, int], dict[str, Any]] = _no_variations
+    """Further fields of DecoderConfig, from the numbers of key heads and of their dimensions."""
 
     biases: Literal["none", "qkv", "qkv if qkv_bias", "qkv if attention_bias", "attention_bias", "use_bias"] = "none"
     """Which of q, k, v and o have biases; "use_bias" includes the MLP."""
@@ -142,6 +149,14 @@ def _gemma_scales(*, scores_cap: float | None = None, logits_cap: float | None =
         )
 
     return scales
+
+
+def _gemma4_scales(config: HfConfig) -> Scales:
+    return Scales(
+        scores=1.0,
+        logits_softcap=_cap(config.final_logit_softcapping, None),
+        embedding=math.sqrt(config.hidden_size),
+    )
 
 
 def _gemma1_scales(config: HfConfig) -> Scales:
@@ -321,6 +336,20 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
         refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
+    ),
+    "Gemma4ForCausalLM": replace(
+        _GEMMA2,
+        windows=windows_between(6, 512),
+        scales=_gemma4_scales,
+        qk_norm=_qk_norm("head"),
+        names=GEMMA4_NAMES,
+        experts=gemma4_experts,
+        variations=gemma4_variations,
+        norm_offset=0.0,
+        rope=RopeSettings(rope_type="proportional", partial_rotary_factor=0.25),
+        rope_theta=1_000_000.0,
+        window_rope_theta=10_000.0,
+        refused_keys=(),
     ),
     "Olmo2ForCausalLM": Family(
         qk_norm=_qk_norm("projection"), names=_OLMO_NAMES, biases="attention_bias", norm_eps=1e-5

@@ -97,6 +97,19 @@ class HfConfig(Struct, frozen=True):
     separate_gates: bool = False
     """Gates of results have their own tensor although the architecture stores them with keys and values."""
 
+    global_head_dim: _HeadDim | None = None
+    num_global_key_value_heads: _Heads | None = None
+    has_layer_config: bool = False
+    """Never in a file: heads of full attention are from per_layer_config, which has those that are not as usual."""
+    attention_k_eq_v: bool | None = None
+    num_kv_shared_layers: Annotated[int, Meta(ge=0, le=1023)] | None = None
+    use_double_wide_mlp: bool = False
+    hidden_size_per_layer_input: Annotated[int, Meta(ge=0, le=4096)] | None = None
+    vocab_size_per_layer_input: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
+    use_bidirectional_attention: bool | str | None = None
+    enable_moe_block: bool = False
+    top_k_experts: _Experts | None = None
+
     query_pre_attn_scalar: _Scale | None = None
     attn_logit_softcapping: _Scale | UnsetType | None = UNSET
     final_logit_softcapping: _Scale | UnsetType | None = UNSET

@@ -59,6 +59,16 @@ TEXT_PARTS = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Gemma4ForConditionalGeneration": TextPart(
+        {"gemma4_text": FAMILIES["Gemma4ForCausalLM"]},
+        tie_embeddings=True,
+        defaults={
+            "vocab_size": 262_144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131_072,
+        },
+    ),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": TextPart(

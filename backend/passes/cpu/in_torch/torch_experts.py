@@ -40,6 +40,8 @@ class TorchExperts:
     down_bias: Tensor | None
     """[experts, hidden] fp32"""
     scale: float
+    factors: Tensor | None = None
+    """[experts] fp32 factors of their results."""
 
     @staticmethod
     def pack(weights: ExpertWeights, scale: float, dtype: torch.dtype) -> TorchExperts:
@@ -66,6 +68,7 @@ class TorchExperts:
             bias_by_expert(weights.gate_up_bias),
             bias_by_expert(weights.down_bias),
             scale,
+            None if weights.factors is None else weights.factors.float(),
         )
 
 
@@ -85,13 +88,15 @@ class ExpertGroups:
     """int32 [experts]: where each group ends."""
 
     @staticmethod
-    def route(logits: Tensor, experts: Experts) -> ExpertGroups:
-        """Choose each token's experts. logits is [T, experts] fp32."""
+    def route(logits: Tensor, experts: Experts, factors: Tensor | None = None) -> ExpertGroups:
+        """Choose each token's experts. logits is [T, experts] fp32; factors [experts] multiply the weights."""
         # topk does not specify which of equal numbers it returns.
         ordered, chosen = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = ordered[:, : experts.per_token], chosen[:, : experts.per_token]
         if experts.normalises:
             weights = weights / _row_sums(weights)
+        if factors is not None:
+            weights = weights * factors[chosen]
         order = chosen.flatten().sort(stable=True).indices
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order))
@@ -124,11 +129,16 @@ class TorchExpertOps:
         return TorchExperts.pack(weights, scale, self.dtype)
 
     def add(self, x: Tensor, experts: TorchExperts, residual: Tensor) -> None:
-        groups = ExpertGroups.route(self.product(x.float(), experts.router), self.settings)
+        residual.add_(self.results(x, x, experts))
+
+    def results(self, rated: Tensor, x: Tensor, experts: TorchExperts) -> Tensor:
+        """The weighted sums of each token's experts for x; the router reads rated."""
+        logits = self.product(rated.float(), experts.router)
+        groups = ExpertGroups.route(logits, self.settings, experts.factors)
         gate_up = self._products(x[groups.tokens], experts.gate_up, experts.gate_up_bias, groups)
         mixed = self._mix(*gate_up.chunk(2, dim=-1)).to(self.dtype)
         results = self._products(mixed, experts.down, experts.down_bias, groups)
-        residual.add_(groups.sums(results).mul_(experts.scale))
+        return groups.sums(results).mul_(experts.scale)
 
     def _products(self, x: Tensor, weights: GroupedWeights, biases: Tensor | None, groups: ExpertGroups) -> Tensor:
         """[pairs, outputs] fp32"""

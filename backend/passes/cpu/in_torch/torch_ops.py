@@ -5,7 +5,7 @@ Products use packed weights. Attention gathers the keys and values of a group of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,14 +13,15 @@ import torch
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
-from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded, take_rows
+from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.forward_pass import NO_ADAPTER
-from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, PagedStep, ScoreRule
+from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
-from penstock.backend.passes.cpu.in_torch.torch_delta_net import DeltaRow, TorchDeltaNetOps, delta_rows
+from penstock.backend.passes.cpu.in_torch.torch_delta_net import TorchDeltaNetOps, delta_rows
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
+from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
-    from penstock.backend.forward_pass import EmbeddedTokens, ScoredTokens, StepBatch, TokenLogprobs
+    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights
     from penstock.backend.passes.ops.interface import AttentionLayer, Forward
 
@@ -100,22 +101,6 @@ def _part(lora: LoraWeights, scale: float) -> _Part:
     return outputs, down, up
 
 
-@dataclass(frozen=True, slots=True)
-class TorchStep:
-    """One step's tokens as tensors."""
-
-    input_ids: Tensor
-    turns: Tensor
-    """[T, ropes, 2, 1, rotary_dim / 2]: cosines and sines of each rope."""
-    paged: list[PagedStep]
-    """By group of layers."""
-    last_tokens: Tensor
-    """[L + S] `StepBatch.logit_tokens`."""
-    num_logits: int
-    embeddings: tuple[EmbeddedTokens, ...]
-    rows: list[DeltaRow]
-
-
 class TorchOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16."""
 
@@ -126,15 +111,19 @@ class TorchOps:
         """rounds_rows: activations of int8 products have one scale per row."""
         self._config = config
         self._rounds_rows = rounds_rows
-        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        own = config.num_kv_heads, config.head_dim
+        self._heads = [HeadShape(config.num_heads, *heads) for heads in (own, config.full_heads or own)]
+        """Of layers without full heads, and with them."""
         self._rope_table = RopeTable(*config.ropes)
-        self._rotary_dim = config.rope.rotary_dim
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self.adapters = TorchAdapters()
         net = config.delta_net
         self._delta_net = None if net is None else TorchDeltaNetOps(net, config.norm_eps, self._product)
         self.cache = PagedCache((), 0, 1, "fp32")
+        self.side = TorchSideOps(
+            config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm
+        )
 
     @property
     def experts(self) -> TorchExpertOps | None:
@@ -171,8 +160,16 @@ class TorchOps:
         return self.table(weight if isinstance(weight, torch.Tensor) else weight.dequantize())
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        shape = KvShape(self._heads.num_kv_heads, self._heads.head_dim, self._heads.head_dim)
-        self.cache = PagedCache([shape] * num_layers, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+        shapes = [KvShape(heads.num_kv_heads, heads.head_dim, heads.head_dim) for heads in self._heads]
+        own = range(self._config.num_layers - self._config.num_shared_layers)
+        by_layer = [shapes[self._config.has_full_heads(index)] for index in own]
+        by_place = shapes[:1] * num_layers if self._config.full_heads is None else by_layer
+        self.cache = PagedCache(by_place, num_pages, page_size_tokens, kv_dtype, self.tile_limits)
+
+    def _cache_index(self, layer: AttentionLayer) -> int:
+        """Layers of different sizes are one group here, in which each has pages of its own size."""
+        own = layer.index if layer.source is None else layer.source
+        return layer.cache_index if self._config.full_heads is None else own
 
     @torch.inference_mode()
     def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> TorchStep:
@@ -180,10 +177,10 @@ class TorchOps:
         self.adapters.begin_step(batch)
         positions = paged[0].positions
         turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
-        turns = turns.view(len(positions), -1, 2, 1, self._rotary_dim // 2)
+        of_ropes = torch.split(turns, [rope.rotary_dim for rope in self._config.ropes], dim=1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
-            turns=turns,
+            turns=tuple(own.view(len(positions), 2, 1, -1) for own in of_ropes),
             paged=paged,
             last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
             num_logits=len(batch.logit_rows),
@@ -192,10 +189,7 @@ class TorchOps:
         )
 
     def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
-        if isinstance(table, torch.Tensor):
-            residual = functional.embedding(step.input_ids, table).float()
-        else:
-            residual = take_rows(table, step.input_ids).dequantize()
+        residual = rows_of(table, step.input_ids)
         if self._embedding_scale != 1.0:
             residual.mul_(self._embedding_scale)
         place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
@@ -226,7 +220,17 @@ class TorchOps:
 
     def linear_add(self, x: Tensor, weights: TorchLinear, residual: Tensor, norm: Tensor | None = None) -> None:
         product = self._adapted(x, weights)
-        residual.add_(product if norm is None else self._row_norm(product.float(), norm))
+        if norm is None:
+            residual.add_(product)
+        else:
+            self._add_norm(product.float(), norm, residual)
+
+    def _add_norm(self, x: Tensor, norm: Tensor, residual: Tensor) -> None:
+        hidden = self._config.hidden_size
+        if len(norm) == hidden + 1:
+            residual.add_(self._row_norm(x, norm[:hidden])).mul_(norm[hidden])
+        else:
+            residual.add_(self._row_norm(x, norm))
 
     def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         product = self._adapted(x, weights).float()
@@ -242,33 +246,41 @@ class TorchOps:
         return product_by_product(x, weights, ends, self._product)
 
     def rotate_and_store(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> None:
-        heads = qkv.view(len(qkv), -1, self._heads.head_dim)
-        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
+        shape = self._heads[layer.has_full_heads]
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+        queries, values = heads[:, :num_heads], heads[:, -num_kv_heads:]
         keys = heads[:, -2 * num_kv_heads : -num_kv_heads]
-        parts = heads[:, :num_heads], keys
-        for part, norm, rope in zip(parts, (layer.q_norm, layer.k_norm), layer.ropes, strict=True):
+        parts = [(queries, layer.q_norm, layer.ropes[0])]
+        if layer.source is None:
+            parts += [(keys, layer.k_norm, layer.ropes[1]), (values, layer.v_norm, None)]
+        for part, norm, rope in parts:
             if norm is not None:
                 part.copy_(self._norm_heads(part.float(), norm))
             if rope is not None:
-                cos, sin = step.turns[:, rope].unbind(1)
-                x, y = part[..., : self._rotary_dim].float().chunk(2, dim=-1)
-                rotated = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
-                part[..., : self._rotary_dim] = rotated
-        step.paged[layer.group].store(layer.cache_index, keys, heads[:, -num_kv_heads:])
+                cos, sin = step.turns[rope].unbind(1)
+                rotary_dim = 2 * cos.shape[-1]
+                x, y = part[..., :rotary_dim].float().chunk(2, dim=-1)
+                part[..., :rotary_dim] = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+        if layer.source is None:
+            step.paged[layer.group].store(self._cache_index(layer), keys, values)
 
     def attention(self, qkv: Tensor, step: TorchStep, layer: AttentionLayer) -> Tensor:
-        queries = qkv[:, : self._heads.output_size].view(len(qkv), self._heads.num_heads, self._heads.head_dim)
+        heads = self._heads[layer.has_full_heads]
+        queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        attended = paged.attend(layer.cache_index, queries, layer.window_tokens, rule).view(len(qkv), -1)
+        attended = paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
         if not self._config.gated_attention:
             return attended
-        gates = qkv[:, self._heads.output_size : 2 * self._heads.output_size].float()
+        gates = qkv[:, heads.output_size : 2 * heads.output_size].float()
         return (attended.float() * self._sigmoid(gates)).to(attended.dtype)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
         self.adapters.narrow(step.last_tokens.numpy())
-        narrowed = replace(step, paged=[paged.single(step.last_tokens.numpy()) for paged in step.paged])
+        paged = [own.single(step.last_tokens.numpy()) for own in step.paged]
+        turns = tuple(own[step.last_tokens] for own in step.turns)
+        narrowed = replace(step, paged=paged, turns=turns, is_narrowed=True)
         return qkv[step.last_tokens], residual[step.last_tokens], narrowed
 
     def logit_rows(self, normed: Tensor, step: TorchStep) -> Tensor:
@@ -300,7 +312,7 @@ class TorchOps:
         self.cache = PagedCache((), 0, 1, "fp32")
 
     def _row_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise rows: x [T, hidden] fp32, weight as given to `norm`."""
+        """Normalise rows: x [T, n] fp32, weight as given to `norm`."""
         if self._config.norm == "rms":
             return self._normalise(x) * weight
         scale, bias = weight.chunk(2)
@@ -310,7 +322,7 @@ class TorchOps:
         """Normalise heads [T, heads, head_dim] fp32."""
         if self._config.qk_norm == "projection":
             return (self._normalise(heads.flatten(1)) * weight).view(heads.shape)
-        return self._normalise(heads) * weight.view(-1, self._heads.head_dim)
+        return self._normalise(heads) * weight.view(-1, heads.shape[-1])
 
     def _normalise(self, x: Tensor) -> Tensor:
         if self._config.norm == "layer":

@@ -59,7 +59,18 @@ class OperationKind(IntEnum):
     EXPERT_INPUTS = 10
     EXPERT_OUTPUTS = 11
     WEIGHT_ROWS = 12
-    DELTA_NET = 13
+    LAYER_INPUTS = 13
+    WEIGHT_BY_INPUT = 14
+    DELTA_NET = 15
+
+
+class AddNorm(IntEnum):
+    """What becomes of a norm that is added: nothing more, the sum is multiplied by the number after the weights, or the
+    norm replaces what it was to be added to."""
+
+    ADD = 0
+    ADD_AND_SCALE = 1
+    STORE = 2
 
 
 class LinearOutput(IntEnum):
@@ -79,14 +90,19 @@ class LinearOutput(IntEnum):
     SILU = 10
 
 
+class KvHeads(Structure):
+    _fields_ = (("num_kv_heads", c_int64), ("head_dim", c_int64), ("rotary_dim", c_int64))
+
+
 class Shape(Structure):
     _fields_ = (
-        ("hidden", c_int64),
-        ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
-        ("num_gates", c_int64),
         ("head_dim", c_int64),
         ("rotary_dim", c_int64),
+        ("other", KvHeads),
+        ("hidden", c_int64),
+        ("num_heads", c_int64),
+        ("num_gates", c_int64),
         ("page_size", c_int64),
         ("act_bf16", c_int64),
         ("cache_form", c_int64),
@@ -189,6 +205,7 @@ class Experts(Structure):
         ("count", c_int64),
         ("per_token", c_int64),
         ("normalises", c_int64),
+        ("factors", c_void_p),
     )
 
 
@@ -197,11 +214,26 @@ class Attention(Structure):
         ("cache", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("v_norm", c_void_p),
         ("sinks", c_void_p),
         ("window", c_int64),
         ("query_rope", c_int64),
         ("key_rope", c_int64),
         ("group", c_int64),
+        ("page_bytes", c_int64),
+        ("has_other_heads", c_int64),
+        ("stores", c_int64),
+    )
+
+
+class LayerInputs(Structure):
+    _fields_ = (
+        ("table", c_void_p),
+        ("is_packed", c_int64),
+        ("norm", c_void_p),
+        ("width", c_int64),
+        ("num_layers", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -324,18 +356,21 @@ def declare_functions(library: CDLL) -> None:
 def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
     """Make the shape without a cache; `create_cache` sets the cache's size and form."""
     gate = None if config.experts is None else config.experts.clamped_gate
+    usual = config.rope if config.full_heads is None else config.window_rope or config.rope
+    other = (0, 0, 0) if config.full_heads is None else (*config.full_heads, config.rope.rotary_dim)
     return Shape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         num_gates=config.num_heads if config.gated_attention else 0,
         head_dim=config.head_dim,
-        rotary_dim=config.rope.rotary_dim,
+        rotary_dim=usual.rotary_dim,
+        other=KvHeads(*other),
         page_size=16,
         act_bf16=dtype is torch.bfloat16,
         cache_form=CACHE_FORMS["fp32"],
         uses_tiles=uses_tiles,
-        rope_width=config.rope.rotary_dim * len(config.ropes),
+        rope_width=sum(rope.rotary_dim for rope in config.ropes),
         norm_kind=NORM_KINDS[config.norm],
         qk_norm_scope=QK_NORM_SCOPES[config.qk_norm or "head"],
         eps=config.norm_eps,

@@ -66,8 +66,8 @@ class PackedExperts:
     router: PackedLinear
     weights: tuple[Tensor, ...]
     """uint8 [experts, bytes]: gate and up, and down."""
-    biases: tuple[Tensor | None, Tensor | None]
-    """float32 biases of gate and up, and of down, as in `ExpertWeights`."""
+    biases: tuple[Tensor | None, ...]
+    """float32 biases of gate and up, and of down, and factors, as in `ExpertWeights`."""
 
 
 class WeightPacker:
@@ -115,7 +115,7 @@ class WeightPacker:
 
     def pack_experts(self, weights: ExpertWeights, settings: ExpertSettings, scale: float) -> PackedExperts:
         hidden = weights.router.shape[1]
-        biases = self._bias(weights.gate_up_bias), self._bias(weights.down_bias)
+        biases = tuple(map(self._bias, (weights.gate_up_bias, weights.down_bias, weights.factors)))
         gate_up = Linear(inputs=hidden, outputs=settings.width, gated=True, scale=1.0, bias=_address(biases[0]))
         down = Linear(inputs=settings.width, outputs=hidden, scale=scale, bias=_address(biases[1]))
         packed = tuple(
@@ -130,6 +130,7 @@ class WeightPacker:
             count=settings.count,
             per_token=settings.per_token,
             normalises=settings.normalises,
+            factors=_address(biases[2]),
         )
         router = self.pack(weights.router, weights.router_bias, 1.0, is_gated=False)
         return PackedExperts(ctypes.addressof(struct), struct, router, packed, biases)

@@ -232,6 +232,11 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),
         "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
+        "heads of several sizes": config.full_heads is not None,
+        "norms of values": config.norms_values,
+        "layers that share keys and values": config.num_shared_layers > 0,
+        "inputs of layers": config.layer_input_size > 0,
+        "experts beside the MLP": config.has_experts_beside,
         "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)

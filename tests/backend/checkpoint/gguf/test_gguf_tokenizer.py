@@ -218,7 +218,7 @@ def test_tokens_for_filling_in_are_passed_on_by_id() -> None:
         ({"tokens": [1, 2]}, "tokens is not a list of str"),
         ({"tokens": "abc"}, "tokens is 'abc'; expected list"),
         ({"token_type": [1]}, "token_type has 1 items for 320 tokens"),
-        ({"model": "rwkv"}, "model is 'rwkv'; supported are llama, gpt2, bert, t5"),
+        ({"model": "rwkv"}, "model is 'rwkv'; supported are llama, gemma4, gpt2, bert, t5"),
         ({"pre": "unheard-of"}, "pre is 'unheard-of'; it is none of"),
         ({"pre": None}, "pre is None"),
         ({"merges": ["a b c"]}, "merges has 'a b c', which is no pair of tokens"),

@@ -158,6 +158,7 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         own["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
     if arch == "olmo2" and getattr(config, "sliding_window", None):
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
+    own |= _gemma4_metadata(config) if arch == "gemma4" else {}
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 
@@ -177,6 +178,45 @@ def add_mtp_layer(file: GgufFile, number: int) -> None:
     """Add a layer that predicts further tokens, after the last."""
     file.metadata |= {f"{file.arch}.block_count": number + 1, f"{file.arch}.nextn_predict_layers": 1}
     file.tensors[f"blk.{number}.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
+
+
+def _gemma4_metadata(config: Any) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    layers = [config.per_layer_config[index] for index in range(len(slides))]
+    full, shared = layers[slides.index(False)], config.num_kv_shared_layers
+    widths = [config.intermediate_size] * (len(slides) - shared)
+    experts = {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+    return {
+        "feed_forward_length": widths + [config.intermediate_size << config.use_double_wide_mlp] * shared,
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "attention.key_length": full.head_dim,
+        "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.shared_kv_layers": shared,
+        "attention.sliding_window_pattern": slides,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "rope.dimension_count": full.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        **({key: value for key, value in experts.items() if value}),
+    }
+
+
+def gemma4_file(model: Any, vocabulary: dict[str, Any]) -> GgufFile:
+    """A file in F32."""
+    config, state = model.config, model.state_dict()
+    scales = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
+    bare = (".layer_scalar", ".experts.gate_up_proj", ".experts.down_proj")
+    tensors = {f"{name}.weight" if name.endswith(bare) else name: state[name] for name in state}
+    others = {name: tensors.pop(name) for name in state if name.endswith(tuple(scales))}
+    file = from_model("gemma4", model, lambda _: "F32", vocabulary, tensors)
+    for name, tensor in others.items():
+        layer, scale = name.split(".")[2], next(own for end, own in scales.items() if name.endswith(end))
+        file.tensors[f"blk.{layer}.{scale}.scale"] = tensor.numpy(), gguf.GGMLQuantizationType.F32
+    half = config.per_layer_config[config.layer_types.index("full_attention")].head_dim // 2
+    factors = np.where(np.arange(half) < half // 4, 1.0, 1e30).astype(np.float32)
+    file.tensors["rope_freqs.weight"] = factors, gguf.GGMLQuantizationType.F32
+    return file
 
 
 def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -276,6 +316,7 @@ def from_model(
     tensors: those of the model's checkpoint, where their names are not the model's own.
     """
     config = model.config.get_text_config()
+    config.allow_global_per_layer_attribute_access = True
     permutes = arch in ("llama", "granite", "mistral3", "smollm3")
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -287,7 +328,7 @@ def from_model(
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         found = next((count for part, count in heads.items() if part in name and permutes), None)
         stored = interleave(tensor, found) if found is not None else tensor
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
             stored = stored + 1
         content = quantize(stored.float().numpy(), kind)
         file.tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = (content, kind)

@@ -42,6 +42,7 @@ class QuantizedExperts(nn.Module):
         """
         super().__init__()
         self.apply_gate = getattr(theirs, "_apply_gate", None) if hasattr(theirs, "limit") else None
+        self.activate = getattr(theirs, "act_fn", None)
         biases: tuple[Any, Any] = ([None] * theirs.num_experts,) * 2
         if self.apply_gate is not None:
             taking_turns = theirs.gate_up_proj_bias
@@ -57,7 +58,7 @@ class QuantizedExperts(nn.Module):
             for expert, weight in zip(experts, of_row, strict=True):
                 gate, up = self.gate_up[expert](x[row]).chunk(2)
                 if self.apply_gate is None:
-                    mixed = nn.functional.silu(gate) * up
+                    mixed = self.activate(gate) * up
                 else:
                     mixed = self.apply_gate(torch.stack([gate, up], dim=-1).flatten())
                 out[row] += weight * self.down[expert](mixed)
@@ -70,6 +71,9 @@ def replace_linear(model: Any, name: str, weight: Tensor) -> None:
         name = "lm_head"
     parent, _, child = name.rpartition(".")
     owner = model.get_submodule(parent)
+    if isinstance(own := getattr(owner, child), nn.Embedding):
+        own.weight = nn.Parameter(weight, requires_grad=False)
+        return
     setattr(owner, child, QuantizedLinear(weight, getattr(owner, child).bias))
 
 

@@ -16,8 +16,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.ops.layer_groups import split_groups
-from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, make_native_ops, make_torch_ops
+from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, groups_for, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
 from tests.temporary import make_shared_directory
@@ -37,7 +36,7 @@ SHORT = (1, 7, 16, 17, 35)
 """Token by token: across pages, and twice the windows."""
 ON_ALL_PATHS = (
     *("llama3", "llama-bias", "mistral", "qwen3", "phi3-partial", "gemma2"),
-    *("cohere-qk-norm", "starcoder2", "olmo3", "qwen2-moe", "gpt-oss", "qwen3.5"),
+    *("cohere-qk-norm", "starcoder2", "olmo3", "qwen2-moe", "gpt-oss", "gemma4-e", "gemma4-moe", "qwen3.5"),
 )
 """Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")
@@ -71,8 +70,8 @@ def make_pass(
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
-        ops, groups = make_ops(config, dtype), split_groups(config)
-        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups)
+        ops = make_ops(config, dtype)
+        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups_for(ops, config))
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:

@@ -22,9 +22,8 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.ops.layer_groups import split_groups
 from penstock.backend.start.startup import describe_pass
-from tests.backend.passes.conftest import MakeOps, make_native_ops
+from tests.backend.passes.conftest import MakeOps, groups_for, make_native_ops
 from tests.backend.passes.decoder import test_quantized_pass as quantized
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
@@ -34,7 +33,7 @@ from tests.temporary import make_shared_directory
 
 PRESETS = (
     *("llama3", "gemma2", "gemma3", "granite", "starcoder2"),
-    *("phi3-partial", "glm4", "cohere-qk-norm", "qwen2-moe", "olmo3"),
+    *("phi3-partial", "glm4", "cohere-qk-norm", "qwen2-moe", "olmo3", "gemma4", "gemma4-e"),
 )
 """Fused linears, interleaved rotation, scaled and normed results, parallel blocks, an MLP without a gate, experts."""
 EACH = (NO_ADAPTER, 0, 1, 2)
@@ -85,7 +84,7 @@ def make_pass(
     chosen = adapters(preset) if with_adapters else ()
     with open_weights(model_dir, config) as weights, open_adapters(model_dir, chosen, config) as opened:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, dtype, 32, groups=split_groups(config), adapters=opened)
+        return CpuDecoderPass(config, weights, ops, dtype, 32, groups=groups_for(ops, config), adapters=opened)
 
 
 def add_rows(driver: Driver, choices: tuple[int, ...] = EACH, seed: int = 0) -> list[DriverRow]:

@@ -39,8 +39,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def checkpoint(architecture: str) -> Path:
     overrides = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     experts = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    own = {"gemma4-moe": {"moe_intermediate_size": 96}}.get(architecture, {})
     return make_checkpoint(
-        architecture, make_shared_directory(), **overrides | (experts if architecture in EXPERT_PRESETS else {})
+        architecture, make_shared_directory(), **overrides | (experts if architecture in EXPERT_PRESETS else own)
     )
 
 
@@ -62,7 +63,8 @@ def oracle(architecture: str, mode: str) -> Any:
         for index, layer in enumerate(model.model.layers):
             if config.experts_of_layer(index) is not None:
                 gate_up, down = (weights._linear(f"layers.{index}.expert_{part}") for part in ("gate_up", "down"))
-                layer.mlp.experts = QuantizedExperts(gate_up.dequantize(), down.dequantize(), layer.mlp.experts)
+                owner = layer if hasattr(layer, "experts") else layer.mlp
+                owner.experts = QuantizedExperts(gate_up.dequantize(), down.dequantize(), owner.experts)
         for name, specs in linear_specs(config).items():
             if "expert_" in name:
                 continue
@@ -106,12 +108,15 @@ CASES = [
     ("qwen3-moe", torch.float32),
     ("qwen2-moe", torch.bfloat16),
     ("gpt-oss", torch.float32),
+    ("gemma4-e", torch.float32),
+    ("gemma4-moe", torch.float32),
     ("qwen3.5", torch.float32),
     ("qwen3-next", torch.float32),
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
 a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
-biases of experts; with delta rules, of one with rows in another order."""
+biases of experts; with inputs of layers and shared keys; with experts beside the MLP; with delta rules, of one with
+rows in another order."""
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -23,7 +23,7 @@ void write_rows(const Engine& engine, const T* qkv, const Attention& layer, cons
             for (i64 d = 0; d < dim; d += 16) store(target + d, mul(load(row + d), norm));
             continue;
         }
-        const T* gate = qkv + (tile.token + r / group) * engine.shape.qkv_size() + (engine.shape.num_heads + head) * dim;
+        const T* gate = qkv + (tile.token + r / group) * engine.row_size(layer) + (engine.shape.num_heads + head) * dim;
         for (i64 d = 0; d < dim; d += 16) store(target + d, mul(mul(load(row + d), norm), sigmoid(load(gate + d))));
     }
 }
@@ -74,8 +74,8 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
     const SoftmaxState state(result, all_rows, dim);
 
     for (i64 i = 0; i < all_rows; ++i) {
-        const i64 token = tile.token + i % rows / group, head = (item.head + i / rows) * group + i % group;
-        const T* q = qkv + token * shape.qkv_size() + head * dim;
+        const i64 token = (layer.stores ? tile.token : tile.out) + i % rows / group, head = (item.head + i / rows) * group + i % group;
+        const T* q = qkv + token * engine.row_size(layer) + head * dim;
         query_scales[i] = block.load_query(q, queries + i * dim) * (kLog2E * shape.score_scale);
     }
     const i64 end = tile.position + tile.count;
@@ -97,13 +97,15 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
 
 // Scratch floats that one thread needs for any work item: for all its rows, for the rows of one head, for a block.
 inline i64 scratch_floats(const Engine& engine) {
-    const i64 dim = engine.shape.head_dim, rows = std::max(engine.tile_rows(), engine.shape.num_heads);
+    const i64 dim = std::max(engine.shape.head_dim, engine.shape.other.head_dim);
+    const i64 rows = std::max(engine.tile_rows(), engine.shape.num_heads);
     return rows * (2 * (dim + 2) + dim + 1) + rows * (2 * kBlock + 6 + dim + dim / kQ8Block) + 4 * kBlock * dim + 16 * 16;
 }
 
 template <class T, class Block>
 void run_attention(Engine& engine, const T* qkv, const Attention& layer, T* out) {
-    const Work& work = engine.step.is_narrowed ? engine.step.last_work : engine.step.work;
+    const Step& step = engine.step;
+    const Work& work = (step.is_narrowed ? step.last_work : step.work)[engine.has_other_heads];
     engine.pool.run(i64(work.items.size()), [&](i64 chunk, int thread) {
         attend<T, Block>(engine, qkv, layer, work.items[chunk], out, engine.scratch[thread]);
     });

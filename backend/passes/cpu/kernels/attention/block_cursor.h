@@ -45,7 +45,7 @@ class Scratch {
 template <class C> class SegmentFinder {
   public:
     SegmentFinder(const Engine& engine, const Attention& layer, i64 row, Scratch& scratch)
-        : engine_(engine), cache_(layer.cache), pages_(engine.step.pages(layer.group, row)) {
+        : engine_(engine), layer_(layer), pages_(engine.step.pages(layer.group, row)) {
         if (engine.in_place()) return;
         const i64 dim = engine.shape.head_dim;
         keys_ = scratch.take<C>(kBlock * dim);
@@ -60,13 +60,13 @@ template <class C> class SegmentFinder {
         const i64 dim = shape.head_dim, size = shape.page_size;
         constexpr int lane = kLane<C>;
         if (engine_.in_place()) {
-            const HeadPage<C> page(shape, cache_, pages_[first / size], kv_head);
+            const HeadPage<C> page(shape, layer_, pages_[first / size], kv_head);
             const i64 offset = first % size;
             return {page.keys + offset * lane, page.values + offset * dim, page.key_scales + offset,
                     page.value_scales + offset, size * lane,           size};
         }
         for (i64 i = 0; i < count; ++i) {
-            const HeadPage<C> page(shape, cache_, pages_[(first + i) / size], kv_head);
+            const HeadPage<C> page(shape, layer_, pages_[(first + i) / size], kv_head);
             const i64 offset = (first + i) % size;
             for (i64 d = 0; d < dim; ++d) {
                 keys_[(d / lane * kBlock + i) * lane + d % lane] = page.keys[offset * dim + d];
@@ -84,7 +84,7 @@ template <class C> class SegmentFinder {
 
   private:
     const Engine& engine_;
-    void* cache_;
+    const Attention& layer_;
     const std::int32_t* pages_;
     C* keys_ = nullptr;
     C* values_ = nullptr;

@@ -1,6 +1,6 @@
 // The paged KV cache: its layouts, and how a token's key and value are written.
 //
-// [page][kv head][keys | values]: decode reads a page head by head, so it reads the page from start to end. Streams of
+// [page][kv head][keys | values], where layers of different sizes share pages with other layers between: decode reads a page head by head, so it reads the page from start to end. Streams of
 // 32 KB get twice the memory bandwidth of pieces of 4 KB.
 //
 //   keys     [head_dim / lane][page_size][lane]
@@ -38,10 +38,10 @@ template <class C> struct HeadPage {
     Half* key_scales;  // used by Q8 only, as value_scales
     Half* value_scales;
 
-    HeadPage(const Shape& shape, void* cache, i64 page, i64 kv_head) {
+    HeadPage(const Shape& shape, const Attention& layer, i64 page, i64 kv_head) {
         const i64 half = shape.page_size * shape.head_dim;
-        keys = reinterpret_cast<C*>(static_cast<char*>(cache) +
-                                    (page * shape.num_kv_heads + kv_head) * head_bytes<C>(shape));
+        keys = reinterpret_cast<C*>(static_cast<char*>(layer.cache) + page * layer.page_bytes +
+                                    kv_head * head_bytes<C>(shape));
         values = keys + half;
         key_scales = reinterpret_cast<Half*>(values + half);
         value_scales = key_scales + half / kQ8Block;
@@ -72,10 +72,10 @@ template <class T, class C> void convert(const T* x, i64 dim, C* numbers, Half* 
 }
 
 template <class T, class C>
-void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i64 kv_head, void* cache) {
+void store_token(const Engine& engine, const T* key, const T* value, i64 slot, i64 kv_head, const Attention& layer) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, size = shape.page_size, offset = slot % size;
-    const HeadPage<C> page(shape, cache, slot / size, kv_head);
+    const HeadPage<C> page(shape, layer, slot / size, kv_head);
     C k[kMaxHeadDim], v[kMaxHeadDim];
     Half k_scales[kMaxHeadDim / kQ8Block], v_scales[kMaxHeadDim / kQ8Block];
     convert(key, dim, k, k_scales);
@@ -101,12 +101,13 @@ template <class T, class C>
 void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     const Shape& shape = engine.shape;
     const i64 dim = shape.head_dim, heads = shape.num_heads, kv_heads = shape.num_kv_heads;
-    const i64* slots = engine.step.slot_mapping.data() + layer.group * engine.step.num_tokens;
-    engine.split(engine.step.num_tokens, 2, [&](i64 first, i64 last, int) {
+    const Step& step = engine.step;
+    const i64* slots = step.slot_mapping.data() + layer.group * step.num_tokens;
+    engine.split(step.rows(), 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
-            T* row = qkv + t * shape.qkv_size();
+            T* row = qkv + t * engine.row_size(layer);
             T* keys = row + (heads + shape.num_gates) * dim;
-            const float* turns = engine.step.rope + engine.step.positions[t] * shape.rope_width;
+            const float* turns = step.rope + step.positions[step.token(t)] * shape.rope_width;
             const float* query_turns = layer.query_rope < 0 ? nullptr : turns + layer.query_rope;
             const float* key_turns = layer.key_rope < 0 ? nullptr : turns + layer.key_rope;
             if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {
@@ -115,10 +116,11 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
             }
             for (i64 h = 0; h < heads; ++h)
                 norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), query_turns);
-            for (i64 h = 0; h < kv_heads; ++h) {
-                T* key = keys + h * dim;
+            for (i64 h = 0; layer.stores && h < kv_heads; ++h) {
+                T *key = keys + h * dim, *value = key + kv_heads * dim;
                 norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), key_turns);
-                store_token<T, C>(engine, key, key + kv_heads * dim, slots[t], h, layer.cache);
+                norm_and_rotate(shape, value, layer.v_norm, nullptr);
+                store_token<T, C>(engine, key, value, slots[t], h, layer);
             }
         }
     });

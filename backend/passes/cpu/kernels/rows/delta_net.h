@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "rows/experts.h"
+#include "rows/layer_inputs.h"
 
 namespace {
 

@@ -46,7 +46,10 @@ inline void choose_experts(Engine& engine, const Experts& experts, float* logits
             const float all = softmax_powers(row, experts.count, row);
             float total = 0.0f;
             for (i64 i = 0; i < n; ++i) total += weights[i] = row[chosen[i]];
-            for (i64 i = 0; i < n; ++i) weights[i] /= experts.normalises ? total : all;
+            for (i64 i = 0; i < n; ++i) {
+                weights[i] /= experts.normalises ? total : all;
+                if (experts.factors) weights[i] *= experts.factors[chosen[i]];
+            }
         }
     });
 }
@@ -135,14 +138,17 @@ inline void add_weighted(const Routing& routing, const Routing::Block& block, co
     }
 }
 
-// A thread computes the same outputs of all experts, so it alone adds to them.
-template <class T> void run_expert_outputs(Engine& engine, const Experts& experts, float* residual) {
+// A thread computes the same outputs of all experts, so it alone adds to them. replaces: residual is 0 before.
+template <class T> void run_expert_outputs(Engine& engine, const Experts& experts, float* residual, bool replaces) {
     const Routing& routing = engine.routing;
     const T* gated = reinterpret_cast<const T*>(routing.gated.data());
     prepare_rows(engine, experts.down, i64(routing.rows.size()), gated);
     engine.pool.run_ranges(num_panels(experts.down), [&](i64 panel) {
         const TileScope scope;
         alignas(64) float c[std::max(kPanelRows, kTilePanelRows) * kPanel];
+        const i64 outputs = experts.down.outputs, first = panel * kPanel;
+        for (i64 row = 0; replaces && row < engine.step.rows(); ++row)
+            std::fill_n(residual + row * outputs + first, std::min<i64>(kPanel, outputs - first), 0.0f);
         for (const Routing::Block& block : routing.blocks) {
             const Linear linear = of_expert(experts.down, experts.down_bytes, block.expert);
             multiply_panel(engine, linear, panel, block.begin, block.end, gated, c);

@@ -71,17 +71,23 @@ template <class T> void run_norm(Engine& engine, const float* residual, const fl
     });
 }
 
-// residual += norm(x)
-inline void run_add_norm(Engine& engine, const float* all, const float* weight, float* residual) {
+enum AddNorm : i64 { kAddNormOnly = 0, kAddNormAndScale = 1, kStoreNorm = 2 };  // as in native_structs.py
+
+// residual += norm(x). kAddNormAndScale: the sum is multiplied by the number after the weights. kStoreNorm: residual is
+// replaced.
+inline void run_add_norm(Engine& engine, const float* all, const float* weight, float* residual, i64 form) {
     const Shape& shape = engine.shape;
     const i64 n = shape.hidden;
+    const Floats factor = broadcast(form == kAddNormAndScale ? weight[n] : 1.0f);
     for_each_row(engine, [&](i64 r) {
         const float* x = all + r * n;
         float* target = residual + r * n;
         const RowScale row = row_scale(shape, x, n);
-        for (i64 k = 0; k < n; k += 16)
-            store(target + k, add(load(target + k, n - k), normalise(x, k, n, row, weight, bias_of(shape, weight))),
-                  n - k);
+        for (i64 k = 0; k < n; k += 16) {
+            const Floats before = form == kStoreNorm ? broadcast(0.0f) : load(target + k, n - k);
+            const Floats sum = add(before, normalise(x, k, n, row, weight, bias_of(shape, weight)));
+            store(target + k, form == kAddNormAndScale ? mul(sum, factor) : sum, n - k);
+        }
     });
 }
 

@@ -77,11 +77,25 @@ struct Attention {  // mirrored by native_ops.py
     void* cache;
     const float* q_norm;  // of the shape's QkNormScope, or null, as k_norm
     const float* k_norm;
+    const float* v_norm;  // ones, or null
     const float* sinks;  // [heads] or null: a score for each head that takes part in the softmax and has no value
     i64 window;       // tokens; 0 for none
     i64 query_rope;  // where cosines and sines for q begin in a row of Step::rope; -1 for a layer without, as the next
     i64 key_rope;
     i64 group;  // whose pages its cache has
+    i64 page_bytes;  // from one page of its cache to the next
+    i64 has_other_heads;  // of Shape::other
+    i64 stores;  // rows are [q | k | v], otherwise q: then it reads another layer's cache
+};
+
+// See layer_inputs.h.
+struct LayerInputs {  // mirrored by native_structs.py
+    const void* table;  // as of run_embed, as the next
+    i64 is_packed;
+    const float* norm;  // [width]
+    i64 width;
+    i64 num_layers;
+    float scale;  // of the table's rows
 };
 
 struct Experts {  // mirrored by native_structs.py
@@ -92,6 +106,7 @@ struct Experts {  // mirrored by native_structs.py
     i64 count;
     i64 per_token;
     i64 normalises;  // whether a token's weights are divided by their sum
+    const float* factors;  // [count] or null: of the weights
 };
 
 enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_ops.py
@@ -99,13 +114,18 @@ enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as i
 enum NormKind : i64 { kRootMeanSquare = 0, kLayerNorm = 1 };                        // as in native_structs.py
 enum QkNormScope : i64 { kSharedByHeads = 0, kEachHead = 1, kWholeProjection = 2 };  // as in native_structs.py
 
-struct Shape {  // mirrored by native_structs.py
-    i64 hidden;
-    i64 num_heads;
+// The heads of keys and values.
+struct KvHeads {  // mirrored by native_structs.py
     i64 num_kv_heads;
-    i64 num_gates;  // of attention's results: one for each head, or 0. They follow q in its rows
     i64 head_dim;
     i64 rotary_dim;
+};
+
+struct Shape : KvHeads {  // mirrored by native_structs.py
+    KvHeads other;  // of layers with other heads; 0 if there are none
+    i64 hidden;
+    i64 num_heads;
+    i64 num_gates;  // of attention's results: one for each head, or 0. They follow q in its rows
     i64 page_size;
     i64 act_bf16;
     i64 cache_form;
@@ -120,8 +140,6 @@ struct Shape {  // mirrored by native_structs.py
     float embedding_scale;
     float gate_alpha;  // of clamped_mul, as gate_limit
     float gate_limit;
-
-    i64 qkv_size() const { return (num_heads + num_gates + 2 * num_kv_heads) * head_dim; }
 };
 
 // Query tokens of one row that read its keys together: tokens [token, token + count) of the step, at positions
@@ -159,7 +177,7 @@ struct EncoderItem {
 struct Step {
     std::vector<std::int32_t> positions;
     std::vector<i64> slot_mapping;  // [groups][tokens]: page × page_size + offset
-    Work work, last_work;
+    Work work[2], last_work[2];  // for the usual heads, and for other ones
     std::vector<i64> last_tokens;  // the last tokens of the logit rows, those to verify, and the scored tokens
     i64 num_logits = 0;            // how many of them are not scored
     i64 num_narrowed = 0;          // how many of them the step consists of, if it is narrowed
@@ -182,7 +200,8 @@ struct Step {
         return page_tables + (group * num_rows + row) * page_table_width;
     }
     i64 rows() const { return is_narrowed ? num_narrowed : num_tokens; }
-    std::int32_t adapter(i64 row) const { return adapters[is_narrowed ? last_tokens[row] : row]; }
+    i64 token(i64 row) const { return is_narrowed ? last_tokens[row] : row; }
+    std::int32_t adapter(i64 row) const { return adapters[token(row)]; }
 };
 
 struct alignas(64) CacheLine {
@@ -239,6 +258,18 @@ struct Engine {
     std::vector<std::shared_ptr<EncoderPart>> parts;  // of an encoder's step; kept for later ones
 
     Engine(int num_threads, i64 spin_ns, const Shape& s) : pool(num_threads, spin_ns), shape(s), scratch(num_threads) {}
+
+    bool has_other_heads = false;  // shape describes those now
+
+    // Until it is called again, the shape has the heads of layers with, or without, other ones.
+    void use_heads(bool others) {
+        if (others != has_other_heads) std::swap(static_cast<KvHeads&>(shape), shape.other);
+        has_other_heads = others;
+    }
+
+    i64 row_size(const Attention& layer) const {
+        return (shape.num_heads + shape.num_gates + (layer.stores ? 2 * shape.num_kv_heads : 0)) * shape.head_dim;
+    }
 
     i64 group() const { return shape.num_heads / shape.num_kv_heads; }
     i64 tile_rows() const { return std::max<i64>(shape.uses_tiles ? kMaxAmxQueryRows : kMaxQueryRows, group()); }

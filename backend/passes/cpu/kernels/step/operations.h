@@ -9,15 +9,16 @@ namespace {
 // As in native_structs.py.
 enum OperationKind : i64 {
     kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits,
-    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kDeltaNet
+    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput, kDeltaNet
 };
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
-    const void* weights;  // a table, a norm's weights, a Linear, Experts, a DeltaNet or an Attention
+    const void* weights;  // a table, a norm's weights, a Linear, Experts, LayerInputs, a DeltaNet or an Attention
     const void* x;
     void* out;
-    i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits and gates the width
+    i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits and gates the width; of
+               // a norm that is added its AddNorm; of experts whether they replace; of a layer's input the layer
 };
 
 // How long an operation took, and for how much of that its threads had no work, added over threads.
@@ -27,6 +28,7 @@ struct OperationTime {  // mirrored by native_structs.py
 };
 
 template <class T> void rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
+    engine.use_heads(layer.has_other_heads);
     switch (engine.shape.cache_form) {
         case kQ8Cache: return run_rotate_and_store<T, Q8>(engine, qkv, layer);
         case kBf16Cache: return run_rotate_and_store<T, bf16>(engine, qkv, layer);
@@ -35,6 +37,7 @@ template <class T> void rotate_and_store(Engine& engine, T* qkv, const Attention
 }
 
 template <class T> void attention(Engine& engine, const T* qkv, const Attention& layer, T* out) {
+    engine.use_heads(layer.has_other_heads);
     switch (engine.shape.cache_form) {
         case kQ8Cache: return run_attention<T, Q8Block>(engine, qkv, layer, out);
         case kBf16Cache: return run_attention<T, FloatBlock<bf16>>(engine, qkv, layer, out);
@@ -64,7 +67,7 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
                             static_cast<T*>(op.out));
         case kAddNorm:
             return run_add_norm(engine, static_cast<const float*>(op.x), static_cast<const float*>(op.weights),
-                                static_cast<float*>(op.out));
+                                static_cast<float*>(op.out), op.form);
         case kCapLogits: return run_cap_logits(engine, static_cast<float*>(op.out), op.form);
         case kLinear:
             return run_linear(engine, *static_cast<const Linear*>(op.weights), op.form, static_cast<const T*>(op.x), op.out);
@@ -78,12 +81,18 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
                              static_cast<float*>(op.out));
         case kExpertInputs: return run_expert_inputs<T>(engine, *static_cast<const Experts*>(op.weights), op.form);
         case kExpertOutputs:
-            return run_expert_outputs<T>(engine, *static_cast<const Experts*>(op.weights), static_cast<float*>(op.out));
+            return run_expert_outputs<T>(engine, *static_cast<const Experts*>(op.weights), static_cast<float*>(op.out),
+                                         op.form);
         case kWeightRows:
             return run_weight_rows(engine, static_cast<const float*>(op.x), op.form, static_cast<T*>(op.out));
         case kDeltaNet:
             return run_delta_net(engine, *static_cast<const DeltaNet*>(op.weights), static_cast<const T*>(op.x),
                                  static_cast<T*>(op.out));
+        case kLayerInputs:
+            return run_layer_inputs<T>(engine, *static_cast<const LayerInputs*>(op.weights), static_cast<float*>(op.out));
+        case kWeightByInput:
+            return run_weight_by_input(engine, *static_cast<const LayerInputs*>(op.weights),
+                                       static_cast<const float*>(op.x), op.form, static_cast<T*>(op.out));
         case kTakeLast: return take_last(engine, static_cast<const float*>(op.x), static_cast<float*>(op.out));
         case kKeepLogits: return keep_logits(engine);
     }

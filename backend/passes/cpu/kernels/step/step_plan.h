@@ -85,6 +85,32 @@ inline void plan_adapters(const StepRows& given, const std::int32_t* starts, con
         std::fill(step.adapters.begin() + starts[row], step.adapters.begin() + starts[row + 1], rows[row]);
 }
 
+// Fills the work of attention with the engine's heads, and the last tokens.
+inline void plan_attention(Engine& engine, const StepRows& given, const std::int32_t* starts,
+                           const std::int32_t* logit_rows) {
+    Step& step = engine.step;
+    const i64 tile_tokens = engine.tile_rows() / engine.group();
+    step.last_tokens.clear();
+    std::vector<Tile> tiles, last_tiles;
+    for (i64 row = 0; row < given.num_rows; ++row)
+        for (i64 token = starts[row]; token < starts[row + 1]; token += tile_tokens)
+            tiles.push_back({row, token, std::min(tile_tokens, starts[row + 1] - token), step.positions[token], token});
+    for (i64 i = 0; i < given.num_logit_rows; ++i) {
+        const i64 row = logit_rows[i], token = starts[row + 1] - 1;
+        step.last_tokens.push_back(token);
+        last_tiles.push_back({row, token, 1, step.positions[token], i});
+    }
+    const std::int32_t* verified = logit_rows + given.num_logit_rows;
+    plan_tokens(starts, verified, given.num_verified, tile_tokens, step, last_tiles);
+    step.num_logits = i64(step.last_tokens.size());
+    plan_tokens(starts, verified + given.num_verified, given.num_scored, tile_tokens, step, last_tiles);
+    i64 num_partials = 0, num_last_partials = 0;
+    step.work[engine.has_other_heads] = split_work(engine, tiles, num_partials);
+    step.last_work[engine.has_other_heads] = split_work(engine, last_tiles, num_last_partials);
+    const i64 floats = SoftmaxState::floats(engine.group(), engine.shape.head_dim);
+    engine.partials.resize(std::max({i64(engine.partials.size()), num_partials * floats, num_last_partials * floats}));
+}
+
 inline void plan_step(Engine& engine, const StepRows& given) {
     const i64 num_rows = given.num_rows;
     const std::int32_t* starts = given.arrays + given.num_tokens;
@@ -98,15 +124,12 @@ inline void plan_step(Engine& engine, const StepRows& given) {
     step.num_rows = num_rows;
     const std::int32_t* logit_rows = step.pages(given.num_groups, 0);
     const i64 size = engine.shape.page_size;
-    const i64 tile_tokens = engine.tile_rows() / engine.group();
     step.input_ids = given.arrays;
     step.rope = given.rope;
     step.num_tokens = given.num_tokens;
     step.is_narrowed = false;
     step.positions.resize(step.num_tokens);
     step.slot_mapping.resize(given.num_groups * step.num_tokens);
-    step.last_tokens.clear();
-    std::vector<Tile> tiles, last_tiles;
     for (i64 row = 0; row < num_rows; ++row) {
         const i64 length = starts[row + 1] - starts[row];
         for (i64 i = 0; i < length; ++i) {
@@ -117,27 +140,12 @@ inline void plan_step(Engine& engine, const StepRows& given) {
                 step.slot_mapping[group * step.num_tokens + starts[row] + i] = page * size + position % size;
             }
         }
-        for (i64 i = 0; i < length; i += tile_tokens) {
-            const i64 token = starts[row] + i;
-            tiles.push_back({row, token, std::min(tile_tokens, length - i), contexts[row] + i, token});
-        }
     }
-    for (i64 i = 0; i < given.num_logit_rows; ++i) {
-        const i64 row = logit_rows[i], token = starts[row + 1] - 1;
-        step.last_tokens.push_back(token);
-        last_tiles.push_back({row, token, 1, step.positions[token], i});
+    plan_adapters(given, starts, logit_rows + given.num_logit_rows + given.num_verified + given.num_scored, step);
+    for (const bool others : {true, false}) {
+        engine.use_heads(others);
+        if (engine.shape.num_kv_heads) plan_attention(engine, given, starts, logit_rows);
     }
-    const std::int32_t* verified = logit_rows + given.num_logit_rows;
-    plan_tokens(starts, verified, given.num_verified, tile_tokens, step, last_tiles);
-    step.num_logits = i64(step.last_tokens.size());
-    const std::int32_t* scored = verified + given.num_verified;
-    plan_tokens(starts, scored, given.num_scored, tile_tokens, step, last_tiles);
-    plan_adapters(given, starts, scored + given.num_scored, step);
-    i64 num_partials = 0, num_last_partials = 0;
-    step.work = split_work(engine, tiles, num_partials);
-    step.last_work = split_work(engine, last_tiles, num_last_partials);
-    const i64 floats = SoftmaxState::floats(engine.group(), engine.shape.head_dim);
-    engine.partials.resize(std::max({i64(engine.partials.size()), num_partials * floats, num_last_partials * floats}));
 }
 
 }  // namespace
