@@ -39,6 +39,21 @@ _INTERLEAVED_MROPE = {
 }
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _GEMMA_HEADS = {"head_dim": 32, "tie_word_embeddings": True}
+_HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+_HYBRID_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 112,
+}
 _GEMMA4 = {
     "head_dim": 32,
     "global_head_dim": 64,
@@ -262,6 +277,24 @@ PRESETS: dict[str, Preset] = {
         },
         text_config="Qwen3VLMoeTextConfig",
     ),
+    "qwen3.5": Preset("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID),
+    "qwen3.5-vision": Preset(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        # The last layer has a delta rule.
+        {**_HYBRID, "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+        text_config="Qwen3_5TextConfig",
+    ),
+    "qwen3-next": Preset(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig", {**_HYBRID, **_HYBRID_EXPERTS, "mlp_only_layers": [1]}
+    ),
+    "qwen3.5-moe-vision": Preset(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        {**_HYBRID, **_HYBRID_EXPERTS},
+        text_config="Qwen3_5MoeTextConfig",
+    ),
+    "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "gemma4-e": Preset(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
@@ -328,8 +361,11 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-EXPERT_PRESETS = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe")
-FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe")
+EXPERT_PRESETS = (
+    *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "qwen3-vl-moe"),
+    *("qwen3-next", "qwen3.5-moe", "qwen3.5-moe-vision"),
+)
+FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe", "qwen3.5-moe-vision")
 
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -18,7 +18,7 @@ from penstock.backend.checkpoint.config.architectures.names import SUPPORTED_ARC
 from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
-from penstock.backend.passes.cpu.native_ops import supports_native_ops
+from penstock.backend.passes.cpu.kernel_limits import supports_native_ops
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import unsupported_variation
 from penstock.backend.passes.encoder.cuda_loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
@@ -41,6 +41,9 @@ MODELS = {
     "Qwen3ForCausalLM": "Qwen3 0.6B to 32B",
     "Qwen3MoeForCausalLM": "Qwen3 30B-A3B, 235B-A22B; Qwen3-Coder",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2 57B-A14B",
+    "Qwen3NextForCausalLM": "Qwen3-Next 80B-A3B",
+    "Qwen3_5ForCausalLM": "Qwen3.5 and 3.6, dense",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 and 3.6 with experts",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "GptOssForCausalLM": "gpt-oss 20B, 120B",
     "SmolLM3ForCausalLM": "SmolLM3",
@@ -67,6 +70,8 @@ MODELS = {
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B; Ministral 3 3B, 8B, 14B (pictures)",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL (text only)",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL (text only)",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5 0.8B to 27B, Qwen3.6 27B (text only)",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 35B-A3B to 397B-A17B, Qwen3.6 35B-A3B (text only)",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL (text only)",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL 30B-A3B, 235B-A22B (text only)",
 }

@@ -66,14 +66,11 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part = TEXT_PARTS.get(architecture)
-    if part is None:
-        family = FAMILIES[architecture]
-    else:
-        values, family = _text_model(values, architecture, part)
+    values, family = (values, FAMILIES[architecture]) if part is None else _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
         values = {**values, "separate_experts": True}
-    config = convert(merge_layer_keys(_split_rope(values, family)), HfConfig, architecture)
+    config = convert(merge_layer_keys(family.key_defaults | _split_rope(values, family)), HfConfig, architecture)
     num_kv_heads = _num_kv_heads(config)
     head_dim = _head_dim(config, family)
     variations = family.variations(config, num_kv_heads, head_dim)
@@ -106,6 +103,8 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         norm_offset=0.0 if config.norms_have_offset else family.norm_offset,
         qk_norm=family.qk_norm(config),
         sinks=family.sinks,
+        gated_attention=family.gated_attention,
+        delta_net=family.delta_net(config),
         activation=ACTIVATIONS[_activation(config, family)],
         mlp=family.mlp,
         experts=None if expert_layers is None else expert_layers.experts,
@@ -192,6 +191,8 @@ def _has_qkv_bias(config: HfConfig, family: Family, *, biased: bool) -> bool:
 
 def _names(config: HfConfig, family: Family) -> TensorNames:
     names = replace(family.names, qkv=FUSED_QKV) if config.fused_qkv else family.names
+    if config.separate_gates:
+        names = replace(names, delta_in=TensorNames().delta_in)
     return replace(names, fused_experts=None) if config.separate_experts else names
 
 

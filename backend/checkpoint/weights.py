@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
+    FLOAT_FIELDS,
     INPUT_TABLE,
     LINEARS,
     STACKED_IN_PARTS,
@@ -141,7 +142,7 @@ class DecoderWeights:
         fields: dict[str, Any] = {
             field: self.linear(specs, dtype, in_parts=field in STACKED_IN_PARTS)
             if field in LINEARS
-            else self.stacked(specs, dtype)
+            else self.stacked(specs, torch.float32 if field in FLOAT_FIELDS else dtype)
             for field, specs in layout.items()
         }
         return LayerWeights(**fields)

@@ -87,6 +87,46 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Layers in which a matrix for each value head takes the place of keys and values: a gated delta rule changes it
+    (arXiv 2412.06464), after a short convolution over the sequence. Sizes are those of heads."""
+
+    layers: tuple[bool, ...]
+    """Whether each layer is one; the others have attention."""
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of num_key_heads."""
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Tokens that the convolution sees; the last is the token itself."""
+    tiles_key_heads: bool = False
+    """Value head i uses key head i modulo their number (GGUF files of Qwen3.5); otherwise neighbours share one."""
+    has_log_decay: bool = True
+    """The checkpoint has logarithms of the decays; otherwise the decays with a minus sign (GGUF)."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Inputs of the convolution: queries and keys of all key heads, then values."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    @property
+    def state_bytes(self) -> int:
+        """A sequence's state in all layers, in fp32."""
+        of_layer = self.value_size * self.key_dim + (self.conv_width - 1) * self.num_channels
+        return 4 * sum(self.layers) * of_layer
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, without the prefix and without .weight or .bias.
 
@@ -100,6 +140,10 @@ class TensorNames:
     mlp_output_norm: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """q, k and v, or one tensor of all three."""
+    delta_in: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    """Inputs of the convolution, and gates of results; or one tensor, with both of each key head in turn."""
+    delta_gates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    """Strengths of updates, and decays; or one tensor as in delta_in."""
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up; or one tensor, of both or of a plain MLP's only input product."""
     down: str = "mlp.down_proj"
@@ -156,6 +200,9 @@ class DecoderConfig:
     own weight (Command-R+), or over all heads together (OLMo 2)."""
     sinks: bool = False
     """Each head has a learned score that takes part in the softmax of every query and has no value (gpt-oss)."""
+    gated_attention: bool = False
+    """Attention's results are multiplied by sigmoids; in the checkpoint a head's gate follows its q."""
+    delta_net: DeltaNet | None = None
     activation: Activation = "silu"
     mlp: MlpKind = "gated"
     experts: Experts | None = None
@@ -227,6 +274,10 @@ class DecoderConfig:
 
     def experts_of_layer(self, index: int) -> Experts | None:
         return self.experts if self.experts is not None and self.layer_has_experts[index] else None
+
+    def delta_net_of_layer(self, index: int) -> DeltaNet | None:
+        """None for a layer with attention."""
+        return self.delta_net if self.delta_net is not None and self.delta_net.layers[index] else None
 
     def window_of_layer(self, index: int) -> int | None:
         return self.layer_window_tokens[index] if self.layer_window_tokens else None

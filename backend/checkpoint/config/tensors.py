@@ -15,7 +15,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, QkNormScope, TensorNames
+    from penstock.backend.checkpoint.config.decoder_config import (
+        DecoderConfig,
+        DeltaNet,
+        Experts,
+        QkNormScope,
+        TensorNames,
+    )
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -34,6 +40,10 @@ LINEARS = (
     *("input_gate", "input_projection", "inputs_table", "inputs_projection"),
 )
 """The fields of LayerWeights that are matrices of linears."""
+DEQUANTIZED = ("delta_gates",)
+"""Fields that checkpoints may quantise and that are never quantised in memory: they decide a state for long."""
+FLOAT_FIELDS = ("delta_bias", "delta_decay")
+"""Fields that are read in fp32, whatever the model's dtype."""
 STACKED_IN_PARTS = ("qkv",)
 """Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""
 
@@ -47,9 +57,19 @@ class LayerWeights(Generic[Matrix]):
     """One decoder layer. Linear weights are [outputs, inputs], row-major; biases [outputs]."""
 
     qkv: Matrix
-    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, then k, then v."""
+    """[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]: rows of q, with its gates, then k, then v. In a layer
+    with a delta rule its inputs, as `TensorNames.delta_in`."""
     o: Matrix
-    """[hidden_size, num_heads * head_dim]"""
+    """[hidden_size, num_heads * head_dim]; [hidden_size, value_size] after a delta rule."""
+    delta_gates: Tensor | None = None
+    """[2 * num_value_heads, hidden_size] in layers with a delta rule, as the next four: `TensorNames.delta_gates`."""
+    delta_conv: Tensor | None = None
+    """[num_channels, 1, conv_width]"""
+    delta_bias: Tensor | None = None
+    """[num_value_heads], as the next: of the decays, and their factors."""
+    delta_decay: Tensor | None = None
+    delta_norm: Tensor | None = None
+    """[value_dim]: the norm of each head's results."""
     gate_up: Matrix | None = None
     """[2 * intermediate_size, hidden_size]: rows of gate, then up. [intermediate_size, hidden_size] of a plain MLP.
     In a layer with experts it is the shared expert's, if there is one, as `down`."""
@@ -154,7 +174,8 @@ def linear_names(config: DecoderConfig) -> Iterator[str]:
     """The names of all linears' weights, including lm_head if it has its own. Tables are no linears."""
     for index in range(config.num_layers):
         layout = layer_specs(config, index)
-        yield from (spec.name for field in LINEARS for spec in layout.get(field, ()) if spec.name != INPUT_TABLE)
+        fields = (*LINEARS, *DEQUANTIZED)
+        yield from (spec.name for field in fields for spec in layout.get(field, ()) if spec.name != INPUT_TABLE)
     if config.has_own_lm_head:
         yield LM_HEAD
 
@@ -173,16 +194,9 @@ def lm_head_spec(config: DecoderConfig) -> TensorSpec:
 
 def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
     """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
-    prefix, names, hidden = f"model.layers.{index}.", config.names, config.hidden_size
-    kv_heads, head_dim = config.heads_of_layer(index)
-    q_rows, kv_rows = config.num_heads * head_dim, kv_heads * head_dim
-    is_shared = config.source_of_layer(index) != index
-    qkv = {names.qkv[0]: q_rows} if is_shared else _divide(names.qkv, (q_rows, kv_rows, kv_rows))
-    o = {"self_attn.o_proj": hidden}
-    layout = {"qkv": _weights(prefix, qkv, hidden), "o": _weights(prefix, o, q_rows)}
-    if config.full_values_are_keys and config.window_of_layer(index) is None and not is_shared:
-        layout["qkv"] = (*layout["qkv"][:2], layout["qkv"][1])
-    experts = config.experts_of_layer(index)
+    prefix, names = f"model.layers.{index}.", config.names
+    net, experts = config.delta_net_of_layer(index), config.experts_of_layer(index)
+    layout = _attention_specs(config, prefix, index) if net is None else _delta_specs(config, net, prefix)
     if experts is None or experts.beside_mlp:
         layout |= _dense_specs(config, prefix, config.mlp_width_of_layer(index))
     if experts is not None:
@@ -192,6 +206,34 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
         name: str | None = getattr(names, field)
         if name is not None:
             layout[field] = _norm_specs(config, prefix + name)
+    return layout
+
+
+def _delta_specs(config: DecoderConfig, net: DeltaNet, prefix: str) -> dict[str, tuple[TensorSpec, ...]]:
+    names, heads, start = config.names, net.num_value_heads, f"{prefix}linear_attn."
+    rows = _divide(names.delta_in, (net.num_channels, net.value_size))
+    return {
+        "qkv": _weights(prefix, rows, config.hidden_size),
+        "o": _weights(start, {"out_proj": config.hidden_size}, net.value_size),
+        "delta_gates": _weights(prefix, _divide(names.delta_gates, (heads, heads)), config.hidden_size),
+        "delta_conv": (TensorSpec(f"{start}conv1d.weight", (net.num_channels, 1, net.conv_width)),),
+        "delta_bias": (TensorSpec(f"{start}dt_bias", (heads,)),),
+        "delta_decay": (TensorSpec(f"{start}A_log", (heads,)),),
+        "delta_norm": (TensorSpec(f"{start}norm.weight", (net.value_dim,)),),
+    }
+
+
+def _attention_specs(config: DecoderConfig, prefix: str, index: int) -> dict[str, tuple[TensorSpec, ...]]:
+    names, hidden = config.names, config.hidden_size
+    kv_heads, head_dim = config.heads_of_layer(index)
+    q_rows, kv_rows = config.num_heads * head_dim, kv_heads * head_dim
+    is_shared = config.source_of_layer(index) != index
+    own = _divide(names.qkv, (q_rows * (1 + config.gated_attention), kv_rows, kv_rows))
+    qkv = {names.qkv[0]: q_rows} if is_shared else own
+    o = {"self_attn.o_proj": hidden}
+    layout = {"qkv": _weights(prefix, qkv, hidden), "o": _weights(prefix, o, q_rows)}
+    if config.full_values_are_keys and config.window_of_layer(index) is None and not is_shared:
+        layout["qkv"] = (*layout["qkv"][:2], layout["qkv"][1])
     if config.qk_norm is not None:
         for field, heads in (("q_norm", config.num_heads), *(() if is_shared else (("k_norm", kv_heads),))):
             shape = _qk_norm_shape(config.qk_norm, heads, head_dim)

@@ -20,6 +20,18 @@ _DTYPES = {"F32": "float32", "F16": "float16"}
 _WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
 _EXPERTS = ("expert_count", "expert_used_count")
 _WIDE_EXPERTS = (*_EXPERTS, "expert_feed_forward_length")
+_SHARED_EXPERT = "expert_shared_feed_forward_length"
+_RECURRENT = "attention.recurrent_layers"
+_MTP_LAYERS = "nextn_predict_layers"
+"""Layers after the last, which predict further tokens and are not read."""
+_DELTA_SIZES = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+}
+_HYBRID = (*_DELTA_SIZES.values(), _RECURRENT, _MTP_LAYERS)
 _OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
 """Keys that change nothing for text in architectures that list them."""
 
@@ -52,6 +64,7 @@ class Architecture:
 
 _LLAMA = Architecture("LlamaForCausalLM", interleaved_rope=True)
 _OLMO2 = Architecture("Olmo2ForCausalLM", (*_WINDOWS, "rope.freq_base_swa"))
+_QWEN35 = {"plain_decay": True, "tiled_key_heads": True}
 _GEMMA_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 ARCHITECTURES = {
     "llama": _LLAMA,
@@ -64,7 +77,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
-        (*_WIDE_EXPERTS, "expert_shared_feed_forward_length"),
+        (*_WIDE_EXPERTS, _SHARED_EXPERT),
         settings={"norm_topk_prob": False},
     ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
@@ -72,6 +85,19 @@ ARCHITECTURES = {
     "qwen2vl": Architecture("Qwen2ForCausalLM", _OF_IMAGES),
     "qwen3vl": Architecture("Qwen3ForCausalLM", _OF_IMAGES),
     "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", (*_WIDE_EXPERTS, *_OF_IMAGES), settings={"norm_topk_prob": True}),
+    "qwen3next": Architecture(
+        "Qwen3NextForCausalLM",
+        (*_HYBRID, *_WIDE_EXPERTS, _SHARED_EXPERT),
+        offset_norms=True,
+        settings={"plain_decay": True},
+    ),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", (*_HYBRID, *_OF_IMAGES), offset_norms=True, settings=_QWEN35),
+    "qwen35moe": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        (*_HYBRID, *_OF_IMAGES, *_WIDE_EXPERTS, _SHARED_EXPERT),
+        offset_norms=True,
+        settings=_QWEN35,
+    ),
     "phi3": Architecture("Phi3ForCausalLM", (_WINDOWS[0], "rope.scaling.attn_factor")),
     "gemma": Architecture("GemmaForCausalLM", offset_norms=True),
     "gemma2": Architecture("Gemma2ForCausalLM", (*_WINDOWS, *_GEMMA_CAPS), offset_norms=True, wide_layers=46),
@@ -133,7 +159,8 @@ _INT_KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_expert_intermediate_size": _SHARED_EXPERT,
+    **_DELTA_SIZES,
 }
 """Keys of config.json, each with the architecture's own key, which is read if `Architecture.keys` has it."""
 _YARN_KEYS = {
@@ -157,6 +184,8 @@ def make_config(
     architecture = _architecture(metadata)
     heads, context = metadata.required("attention.head_count"), metadata.required("context_length")
     hidden, layers = metadata.required("embedding_length"), metadata.required("block_count")
+    if _MTP_LAYERS in architecture.keys:
+        layers -= metadata.own(_MTP_LAYERS, int) or 0
     embedding = tensors[EMBEDDING]
     head_dim = metadata.own("attention.key_length", int)
     if head_dim is None and heads > 0:
@@ -193,9 +222,10 @@ def make_config(
         **_rope_settings(metadata, architecture, context, rope_factors),
         "partial_rotary_factor": rotary / head_dim if rotary and head_dim else None,
         "query_pre_attn_scalar": hidden / heads if layers == architecture.wide_layers else head_dim,
+        "separate_gates": any(name.endswith(".attn_gate.weight") for name in tensors),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
         "attention_bias": _has_qkv_bias(tensors) if architecture.may_have_qkv_bias else None,
-        "fused_qkv": "blk.0.attn_qkv.weight" in tensors,
+        "fused_qkv": "blk.0.attn_qkv.weight" in tensors and _RECURRENT not in architecture.keys,
         "rope_interleave": architecture.interleaved_rope,
         "norms_have_offset": architecture.offset_norms,
         "tie_word_embeddings": LM_HEAD not in tensors,
@@ -234,7 +264,13 @@ def _has_qkv_bias(tensors: Mapping[str, GgufTensor]) -> bool:
 
 
 def _layer_types(metadata: Metadata, architecture: Architecture, layers: int) -> dict[str, Any]:
-    """Which layers have the window, if the metadata say it."""
+    """Which layers have the window or a delta rule, if the metadata say it."""
+    if _RECURRENT in architecture.keys:
+        flags, heads = metadata.interval_or_flags(_RECURRENT), metadata.required("ssm.time_step_rank")
+        sizes = {"linear_value_head_dim": metadata.required("ssm.inner_size") // max(heads, 1)}
+        if not isinstance(flags, list):
+            return sizes
+        return sizes | {"layer_types": ["linear_attention" if flag else "full_attention" for flag in flags[:layers]]}
     if _WINDOWS[1] not in architecture.keys:
         return {}
     pattern = metadata.interval_or_flags(_WINDOWS[1])

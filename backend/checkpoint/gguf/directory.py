@@ -50,15 +50,19 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "9"
+FORMAT = "10"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_SHARDS = 512
+_MAX_MTP_LAYERS = 16
+_CONVOLUTION_DIMENSIONS = 2
 _EXPERT_DIMENSIONS = 3
 """Number of dimensions of a tensor with the matrices of all experts."""
 _SHARED_GATE = "shared_expert_gate.weight"
 """A vector in GGUF files, and a matrix of one row elsewhere."""
+_CONVOLUTION = "conv1d.weight"
+"""[channels, width] in GGUF files, and [channels, 1, width] elsewhere."""
 
 
 def gguf_directory(path: Path) -> Path:
@@ -99,6 +103,8 @@ def _parts(tensor: StoredTensor, names: list[str]) -> Iterator[tuple[str, Stored
             part = tensor.item(index)
         if len(part.shape) == 1 and name.endswith(_SHARED_GATE):
             part = replace(part, shape=(1, *part.shape))
+        if len(part.shape) == _CONVOLUTION_DIMENSIONS and name.endswith(_CONVOLUTION):
+            part = replace(part, shape=(part.shape[0], 1, part.shape[1]))
         yield name, part
 
 
@@ -157,8 +163,16 @@ def _decoder_config(
     config = _without_nulls(make_config(metadata, tensors, factors)) | labels | {"eos_token_id": ends}
     decoder = parse_decoder_config(config)
     others = factors.keys() | ({ANSWER_HEAD} if labels else set())
+    others |= {name for name in tensors if name.startswith(_later_layers(decoder, metadata.required("block_count")))}
     _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - others}, decoder)
     return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
+
+
+def _later_layers(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
+    """Beginnings of the names of layers that predict further tokens."""
+    return tuple(
+        f"blk.{index}." for index in range(decoder.num_layers, min(count, decoder.num_layers + _MAX_MTP_LAYERS))
+    )
 
 
 def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:

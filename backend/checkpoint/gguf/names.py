@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
-_SINKS = "attn_sinks.weight"
 _OTHER_NAMES = {
-    _SINKS: "self_attn.sinks",
+    "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
 }
 """Names within a layer of tensors that are no weight or bias of a module."""
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+\.(?:weight|bias|scale))", re.ASCII)
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+(?:\.(?:weight|bias|scale))?)", re.ASCII)
 _KINDS = ("weight", "bias")
 
 
@@ -45,9 +46,16 @@ class GgufNames:
         """names are the architecture's names in Hugging Face checkpoints."""
         qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
+        delta_in = ("attn_qkv", "attn_gate") if len(names.delta_in) > 1 else ("ssm_in",)
+        delta_gates = ("ssm_beta", "ssm_alpha") if len(names.delta_gates) > 1 else ("ssm_ba",)
         expert_gate_up = ("ffn_gate_exps", "ffn_up_exps") if len(names.expert_gate_up) > 1 else ("ffn_gate_up_exps",)
         gate, up = names.expert_gate_up[0], names.expert_gate_up[-1]
         modules = {
+            **dict(zip(delta_in, names.delta_in, strict=True)),
+            **dict(zip(delta_gates, names.delta_gates, strict=True)),
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
             "attn_norm": names.attention_norm,
             # gpt-oss has no norm of attention's output, and its norm before the MLP this name.
             "post_attention_norm": names.attention_output_norm or names.mlp_norm,

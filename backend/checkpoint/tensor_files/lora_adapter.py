@@ -52,6 +52,8 @@ class PeftAdapter:
 
     def __init__(self, directory: Path, config: DecoderConfig, *, is_turned: bool = False) -> None:
         """Raises StartupError naming the file with the key or the tensor, what is there and what should be."""
+        if config.delta_net is not None:
+            raise StartupError(f"{directory}: adapters of a {config.architecture} are not supported")
         self.interleaves_rope = config.interleaved_rope and not is_turned
         """Neighbours among the outputs of q and k rotate together, in the adapter as in the base model."""
         self.settings: PeftConfig = read_peft_config(directory)

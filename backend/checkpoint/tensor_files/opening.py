@@ -24,6 +24,8 @@ _STACKED_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _STACKED = re.compile(
     rf"(model\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
 )
+_STACKED_PAIRS = re.compile(r"(model\.layers\.\d{1,6}\.mlp\.experts\.)(gate_up|down)_proj", re.ASCII)
+"""Of Qwen3.5's experts: [experts, outputs, inputs], all of gate before up."""
 _HEADS = ("lm_head.", "score.", "v_head.")
 """Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
 
@@ -63,13 +65,24 @@ def fit_to_decoder(files: dict[str, TensorFile], vocab_size: int) -> dict[str, T
 
 
 def split_experts(files: dict[str, TensorFile], config: DecoderConfig) -> dict[str, TensorFile]:
-    """Give each expert its own tensors where all of a layer are in one, as MLX stores them. Raises StartupError."""
+    """Give each expert its own tensors where all of a layer are in one, as MLX and Qwen3.5 store them. Raises
+    StartupError."""
     experts, names = config.experts, config.names
     if experts is None or experts.beside_mlp:
         return files
+    sizes = {"gate_up": (2 * experts.width, config.hidden_size), "down": (config.hidden_size, experts.width)}
     own = dict(zip(_STACKED_LINEARS, (*names.expert_gate_up, names.expert_down), strict=True))
 
     def parts(name: str, tensor: StoredTensor) -> dict[str, StoredTensor]:
+        pair = _STACKED_PAIRS.fullmatch(name) if names.fused_experts is None else None
+        if pair is not None and tensor.shape == (experts.count, *sizes[pair[2]]):
+            linears = ("gate_proj", "up_proj") if pair[2] == "gate_up" else ("down_proj",)
+            rows = tensor.shape[1] // len(linears)
+            return {
+                f"{pair[1]}{i}.{linear}.weight": tensor.item(i).rows(place * rows, rows)
+                for i in range(experts.count)
+                for place, linear in enumerate(linears)
+            }
         match = _STACKED.fullmatch(name)
         if match is None or tensor.shape[:1] != (experts.count,):
             return {name: tensor}

@@ -30,6 +30,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     make_shape,
 )
 from penstock.backend.passes.cpu.native_cache import NativeCache
+from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
@@ -82,27 +83,6 @@ class TimedOperations:
     times: ctypes.Array[OperationTime]
 
 
-def unsupported_by_kernels(config: DecoderConfig) -> str | None:
-    """Return why the kernels cannot run this model, or None. They need heads of whole vectors and even input sizes."""
-    for head_dim in (config.head_dim, *(config.full_heads or ())[1:]):
-        if head_dim % 16 or head_dim > 1024:
-            return f"heads of {head_dim}; they have heads of a multiple of 16, up to 1024"
-    for name in ("hidden_size", "intermediate_size", "layer_input_size"):
-        if getattr(config, name) % 2:
-            return f"an odd {name}, {getattr(config, name)}"
-    if config.experts is not None:
-        for name, width in (("width", config.experts.width), ("shared_width", config.experts.shared_width or 0)):
-            if width % 2:
-                return f"experts of an odd {name}, {width}"
-    if config.mlp == "plain" and config.activation != "gelu_tanh":
-        return f"{config.activation} in an MLP without a gate"
-    return None
-
-
-def supports_native_ops(config: DecoderConfig) -> bool:
-    return unsupported_by_kernels(config) is None
-
-
 class NativeOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16.
 
@@ -148,6 +128,7 @@ class NativeOps:
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
 
+        net = config.delta_net
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
         attention_width = config.num_heads * max(head_dim for _, head_dim in heads)
@@ -155,8 +136,10 @@ class NativeOps:
         self._residual = Buffer(config.hidden_size, torch.float32)
         self._last_residual = Buffer(config.hidden_size, torch.float32)
         self._hidden = Buffer(config.hidden_size, dtype)
-        self._qkv = Buffer(max((config.num_heads + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads), dtype)
-        self._attended = Buffer(attention_width, dtype)
+        gates = config.num_heads if config.gated_attention else 0
+        qkv_width = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
+        self._qkv = Buffer(max(qkv_width, 0 if net is None else net.num_channels + net.value_size), dtype)
+        self._attended = Buffer(max(attention_width, 0 if net is None else net.value_size), dtype)
         self._gated = Buffer(max(mlp_width, shared_width), dtype)
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
@@ -169,7 +152,11 @@ class NativeOps:
         if config.layer_input_size or config.has_experts_beside:
             parts = (self._do, self._linear, self.norm, self._add_norm)
             self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
-        self._activations = (*buffers, *added, *(() if self.side is None else self.side.buffers))
+        self.delta_net: NativeDeltaNetOps | None = None
+        if net is not None:
+            self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
+        others = [buffer for ops in (self.side, self.delta_net) if ops is not None for buffer in ops.buffers]
+        self._activations = (*buffers, *added, *others)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
 
@@ -221,7 +208,7 @@ class NativeOps:
         adapters = () if batch.adapters is None else (batch.adapters,)
         rows.has_adapters = len(adapters)
         arrays = (
-            *(input_ids, batch.query_starts, batch.context_lens, tables, batch.logit_rows),
+            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
             *(*verified, *scored, *adapters),
         )
         self._place_arrays(arrays)
@@ -384,5 +371,7 @@ class NativeOps:
         if self._engine is not None:
             self._library.ps_destroy(self._engine)
             self._engine = None
+        if self.delta_net is not None:
+            self.delta_net.close()
         self._forget_programs()
         self._kv.release()

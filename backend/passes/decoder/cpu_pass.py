@@ -18,8 +18,9 @@ from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, S
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
-from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -105,7 +106,9 @@ class CpuDecoderPass(HostSampling):
             for index, adapter in enumerate(adapters):
                 self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
-        self._spec = replace(spec, verifies_drafts=isinstance(ops, NativeOps))
+        verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
+        self._spec = replace(spec, verifies_drafts=verifies)
+        self._max_running = max_running
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -240,6 +243,8 @@ class CpuDecoderPass(HostSampling):
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
+        if self._ops.delta_net is not None:
+            self._ops.delta_net.create_states(self._max_running)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places

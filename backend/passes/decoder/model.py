@@ -17,10 +17,18 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.passes.decoder.row_orders import (
+    delta_gates_order,
+    delta_in_order,
+    qkv_order,
+    rotate_half_order,
+)
 from penstock.backend.passes.ops.interface import (
     Array,
     AttentionLayer,
     BesideNorms,
+    DeltaNetOps,
+    DeltaNetWeights,
     ExpertOps,
     Experts,
     ExpertWeights,
@@ -33,7 +41,7 @@ from penstock.backend.passes.ops.interface import (
 )
 
 if TYPE_CHECKING:
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
@@ -43,7 +51,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention: AttentionLayer
+    attention: AttentionLayer | None
+    delta_net: Any
+    """The operations' own form of it, if the layer has one in place of attention."""
     attention_norm: Array | None
     qkv: Linear
     output: Linear
@@ -163,28 +173,44 @@ class DecoderModel:
 
     def _project(self, layer: _Layer, residual: Array, step: Step) -> Array:
         ops = self._ops
-        qkv = ops.linear(ops.norm(residual, layer.attention_norm), layer.qkv)
-        ops.rotate_and_store(qkv, step, layer.attention)
+        x = ops.norm(residual, layer.attention_norm)
+        qkv = ops.linear(x, layer.qkv)
+        if layer.attention is None:
+            # Every token changes the state, also those that `finish` leaves out.
+            ops.linear_add(_delta_ops(ops).run(qkv, x, layer.delta_net, step), layer.output, residual)
+        else:
+            ops.rotate_and_store(qkv, step, layer.attention)
         return qkv
 
     def _attend_and_mix(self, layer: _Layer, qkv: Array, residual: Array, step: Step) -> None:
         ops = self._ops
+        if layer.attention is None:
+            self._add_mlp(layer, residual, step)
+            return
         attended = ops.attention(qkv, step, layer.attention)
         if self._config.parallel_blocks:
             # The norm is computed again: a buffer of its own would cost more than this small part of a layer.
             mixed = self._mix(layer.mlp, ops.norm(residual, layer.attention_norm))
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
+            self._add_mixed(layer, mixed, residual, step)
         else:
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
-            x = ops.norm(residual, layer.mlp_norm)
-            mixed = self._mix(layer.mlp, x)
-            if layer.experts is not None and layer.beside is None:
-                _expert_ops(ops).add(x, layer.experts, residual)
+            self._add_mlp(layer, residual, step)
+
+    def _add_mlp(self, layer: _Layer, residual: Array, step: Step) -> None:
+        x = self._ops.norm(residual, layer.mlp_norm)
+        mixed = self._mix(layer.mlp, x)
+        if layer.experts is not None and layer.beside is None:
+            _expert_ops(self._ops).add(x, layer.experts, residual)
+        self._add_mixed(layer, mixed, residual, step)
+
+    def _add_mixed(self, layer: _Layer, mixed: Array | None, residual: Array, step: Step) -> None:
+        ops = self._ops
         if layer.mlp is not None and layer.beside is not None:
             _side_ops(ops).add_experts(mixed, layer.mlp.down, layer.experts, layer.beside, residual)
         elif layer.mlp is not None:
             ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
-        if layer.input is not None:
+        if layer.input is not None and layer.attention is not None:
             _side_ops(ops).add_input(layer.attention.index, layer.input, residual, step)
 
     def _mix(self, mlp: _Mlp | None, x: Array) -> Array | None:
@@ -211,6 +237,12 @@ def _expert_ops(ops: Ops) -> ExpertOps:
     return ops.experts
 
 
+def _delta_ops(ops: Ops) -> DeltaNetOps:
+    if ops.delta_net is None:
+        raise ValueError("these operations have none for layers with a delta rule")
+    return ops.delta_net
+
+
 def _side_ops(ops: Ops) -> SideOps:
     if ops.side is None:
         raise ValueError("these operations have none for inputs of layers and experts beside the MLP")
@@ -232,11 +264,7 @@ class _Unpacked:
 
 
 def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, place: tuple[int, int]) -> _Layer:
-    scale = config.scales.residual
-    q_norm, k_norm, sinks = plain.take("q_norm"), plain.take("k_norm"), plain.take("sinks")
-    if config.interleaved_rope:
-        order = rotate_half_order(config)
-        q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
+    scale, net = config.scales.residual, config.delta_net_of_layer(index)
     if plain.has("inputs_table"):
         _side_ops(ops).pack_inputs(*map(plain.take, ("inputs_table", "inputs_projection", "inputs_norm")))
     of_input, factor = plain.has("input_norm"), plain.take("layer_scale")
@@ -245,24 +273,11 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, p
         field: _pack_norm(config, ops, plain.take(field), factor if field == last_norm else None)
         for field in (*NORM_FIELDS, "input_norm")
     }
-    source = config.source_of_layer(index)
     return _Layer(
-        attention=AttentionLayer(
-            index=index,
-            rope=config.rope_of_layer(index),
-            query_rope=config.query_rope_of_layer(index),
-            window_tokens=config.window_of_layer(index),
-            q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
-            k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
-            sinks=None if sinks is None else ops.vector(sinks),
-            group=place[0],
-            group_index=place[1],
-            v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
-            has_full_heads=config.has_full_heads(index),
-            source=None if source == index else source,
-        ),
+        attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
+        delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
         attention_norm=packed["attention_norm"],
-        qkv=_pack_qkv(config, ops, plain),
+        qkv=_pack_qkv(ops, plain, qkv_order(config) if net is None else delta_in_order(config, net)),
         output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
@@ -271,6 +286,42 @@ def _pack_layer(config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, p
         beside=_pack_beside(config, ops, plain, packed["mlp_output_norm"]) if plain.has("expert_norm") else None,
         input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
     )
+
+
+def _pack_attention(
+    config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, place: tuple[int, int]
+) -> AttentionLayer:
+    q_norm, k_norm, sinks = plain.take("q_norm"), plain.take("k_norm"), plain.take("sinks")
+    if config.interleaved_rope:
+        order = rotate_half_order(config)
+        q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
+    source = config.source_of_layer(index)
+    return AttentionLayer(
+        index=index,
+        rope=config.rope_of_layer(index),
+        query_rope=config.query_rope_of_layer(index),
+        window_tokens=config.window_of_layer(index),
+        q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
+        k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
+        sinks=None if sinks is None else ops.vector(sinks),
+        group=place[0],
+        group_index=place[1],
+        v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
+        has_full_heads=config.has_full_heads(index),
+        source=None if source == index else source,
+    )
+
+
+def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpacked) -> Any:
+    gates, order, decays = plain.take("delta_gates"), delta_gates_order(config, net), plain.take("delta_decay")
+    weights = DeltaNetWeights(
+        gates=gates if order is None else gates.index_select(0, order),
+        conv=plain.take("delta_conv").flatten(1),
+        bias=plain.take("delta_bias"),
+        decays=-decays.exp() if net.has_log_decay else decays,
+        norm=plain.take("delta_norm"),
+    )
+    return _delta_ops(ops).pack(weights)
 
 
 def _pack_beside(config: DecoderConfig, ops: Ops, plain: _Unpacked, norm_of_sum: Array) -> BesideNorms:
@@ -284,11 +335,10 @@ def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
     return LayerInput(gate, projection, norm)
 
 
-def _pack_qkv(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Linear:
+def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
     bias = plain.take("qkv_bias")
-    if not config.interleaved_rope:
+    if order is None:
         return ops.pack_linear(plain.take("qkv"), bias)
-    order = rotate_half_order(config)
     return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias.index_select(0, order))
 
 
@@ -333,21 +383,6 @@ def _pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None, factor: T
 def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
     # A copy: the source may give its own tensor.
     return weight.to(torch.float32, copy=True).add_(config.norm_offset) if config.norm_offset else weight
-
-
-def rotate_half_order(config: DecoderConfig) -> Tensor:
-    """Map each row of q, k and v to its row in a checkpoint with interleaved rotation.
-
-    Scores do not change if q and k are reordered alike; v keeps its order.
-    """
-    rotary_dim, head_dim = config.rope.rotary_dim, config.head_dim
-    in_head = torch.cat(
-        [torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, head_dim)]
-    )
-    num_turned, num_kv_heads = config.num_heads + config.num_kv_heads, config.num_kv_heads
-    turned = torch.arange(num_turned)[:, None] * head_dim + in_head
-    values = torch.arange(num_turned * head_dim, (num_turned + num_kv_heads) * head_dim)
-    return torch.cat([turned.flatten(), values])
 
 
 def _adapted_linears(layer: _Layer) -> dict[str, Any]:

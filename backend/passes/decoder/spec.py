@@ -62,6 +62,7 @@ def make_spec(
         # The inputs of layers need the token's id.
         embedding_size=0 if config.layer_input_size else config.hidden_size,
         kv_windows=groups.windows,
+        state_bytes_per_sequence=0 if config.delta_net is None else config.delta_net.state_bytes,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),
     )
 

@@ -76,7 +76,10 @@ class Forward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of an attention layer. The qkv projection's output is [q heads | k heads | v heads], head_dim each."""
+    """The heads of an attention layer. The qkv projection's output is [q heads | k heads | v heads], head_dim each.
+
+    With `DecoderConfig.gated_attention` the gates of all q heads follow q.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -103,6 +106,22 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     factors: Tensor | None = None
     """[experts] factors of their results."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """The weights of a layer with a delta rule, beside its linears of inputs and results."""
+
+    gates: Tensor
+    """[2 * num_value_heads, hidden]: strengths of updates, then decays."""
+    conv: Tensor
+    """[num_channels, conv_width]: the last is that of the token itself."""
+    bias: Tensor
+    """[num_value_heads], as decays."""
+    decays: Tensor
+    """A state is multiplied by exp(decay * softplus(gate + bias)); they are negative."""
+    norm: Tensor
+    """[value_dim]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +176,23 @@ class ExpertOps(Protocol):
         """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
 
 
+class DeltaNetOps(Protocol):
+    """The operations of layers with a delta rule (`DeltaNet`), and the states of all slots."""
+
+    def pack(self, weights: DeltaNetWeights) -> Any:
+        """Return the layer, for `run`. The caller drops its copy."""
+
+    def create_states(self, num_slots: int) -> None:
+        """Allocate `DeltaNet.state_bytes` for each slot."""
+
+    def run(self, inputs: Array, x: Array, layer: Any, step: Step) -> Array:
+        """Return the results of all tokens, [T, value_size], and change the states of the step's slots.
+
+        inputs [T, num_channels + value_size] are [q | k | v | gates of results], and x [T, hidden] is what they were
+        computed from. A row at position 0 begins with a state of zeros.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class LayerInput:
     """What turns a layer's input into an addition to the residual stream."""
@@ -206,6 +242,10 @@ class Ops(Protocol):
     @property
     def experts(self) -> ExpertOps | None:
         """The operations of experts; None if the model has none."""
+
+    @property
+    def delta_net(self) -> DeltaNetOps | None:
+        """The operations of layers with a delta rule; None if the model or these operations have none."""
 
     @property
     def side(self) -> SideOps | None:

@@ -66,6 +66,8 @@ def one_group(config: DecoderConfig) -> LayerGroups:
 
 def split_groups(config: DecoderConfig) -> LayerGroups:
     """Give layers with the same window their own pages. One group if their numbers leave no good division."""
+    if config.delta_net is not None:
+        return one_group(config)
     layers: defaultdict[tuple[int | None, int], list[int]] = defaultdict(list)
     unit = unit_values(config)
     for index, (window, values) in enumerate(zip(_windows(config), _sizes(config), strict=True)):
@@ -93,9 +95,9 @@ def split_groups(config: DecoderConfig) -> LayerGroups:
 
 
 def _sizes(config: DecoderConfig) -> list[int]:
-    """By layer with keys and values of its own, the numbers of a token."""
-    heads = map(config.heads_of_layer, range(config.num_layers - config.num_shared_layers))
-    return [2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads]
+    """By layer with keys and values of its own, or with a delta rule, the numbers of a token."""
+    layers = range(config.num_layers - config.num_shared_layers)
+    return [2 * math.prod(config.heads_of_layer(i)) if config.delta_net_of_layer(i) is None else 0 for i in layers]
 
 
 def _with_shared(config: DecoderConfig, places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

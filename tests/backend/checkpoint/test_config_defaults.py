@@ -16,7 +16,11 @@ from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.ops.rope_table import RopeTable
 
-CONFIGS = {f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in (3, 4)}
+CONFIGS = {
+    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in (3, 4)},
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+}
 """transformers' config classes whose names do not follow from the architecture's."""
 SCALES = {
     "GemmaForCausalLM": Scales(embedding=3072**0.5),
@@ -39,7 +43,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     theirs = getattr(transformers, CONFIGS.get(architecture, architecture.replace("ForCausalLM", "Config")))()
     theirs.allow_global_per_layer_attribute_access = True
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings")}
+    values = {key: getattr(theirs, key) for key in (*dims, "max_position_embeddings") if hasattr(theirs, key)}
     config = parse_decoder_config(values | {"architectures": [architecture]})
     assert config.tie_embeddings == theirs.tie_word_embeddings
     assert config.norm_eps == oracle_eps(theirs)

@@ -34,10 +34,11 @@ def test_layers_with_experts_match_transformers(architecture: str) -> None:
     model = make_model(architecture).model
     mlps = [layer.mlp for layer in getattr(model, "language_model", model).layers]
     assert config.layer_has_experts == tuple(hasattr(mlp, "experts") for mlp in mlps)
-    assert len(set(config.layer_has_experts)) == (1 if architecture in ("mixtral", "gpt-oss") else 2)
+    everywhere = ("mixtral", "gpt-oss", "qwen3.5-moe", "qwen3.5-moe-vision")
+    assert len(set(config.layer_has_experts)) == (1 if architecture in everywhere else 2)
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Qwen3Next", "Mixtral", "GptOss"])
 def test_absent_keys_have_the_defaults_of_transformers(family: str) -> None:
     theirs = getattr(transformers, f"{family}Config")()
     dims = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -58,9 +58,10 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
     model_dir = make_checkpoint(architecture, tmp_path, **sharding)
     assert (model_dir / INDEX).exists() == bool(sharding)
     state = as_text_names(make_model(architecture).state_dict(), "the model")
+    attention = [f"self_attn.{part}_proj" for part in ("q", "k", "v", "qkv")]
     layouts = {
-        "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"],
-        "o": ["self_attn.o_proj"],
+        "qkv": [*attention, "linear_attn.in_proj_qkv", "linear_attn.in_proj_z"],
+        "o": ["self_attn.o_proj", "linear_attn.out_proj"],
         "gate_up": ["mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj", "mlp.c_fc"],
         "down": ["mlp.down_proj", "mlp.c_proj"],
     }

@@ -14,9 +14,10 @@ import torch
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+from penstock.backend.passes.cpu.kernel_limits import supports_native_ops
 from penstock.backend.passes.cpu.library.cpu_paths import read_cpu_info, supported_paths
 from penstock.backend.passes.cpu.library.native_library import request_tiles
-from penstock.backend.passes.cpu.native_ops import NativeOps, supports_native_ops
+from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.path_choice import load_kernels
 from penstock.backend.passes.ops.interface import Ops
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups

@@ -31,7 +31,7 @@ def qwen3_experts(config: HfConfig) -> ExpertLayers:
         count=_count(config, 128),
         per_token=config.num_experts_per_tok or 8,
         width=config.moe_intermediate_size or 768,
-        normalises=config.norm_topk_prob,
+        normalises=bool(config.norm_topk_prob),
     )
     return checked(experts, _sparse_layers(config))
 
@@ -51,10 +51,28 @@ def qwen2_experts(config: HfConfig) -> ExpertLayers:
         count=_count(config, 60),
         per_token=config.num_experts_per_tok or 4,
         width=config.moe_intermediate_size or 1408,
-        normalises=config.norm_topk_prob,
+        normalises=bool(config.norm_topk_prob),
         shared_width=config.shared_expert_intermediate_size or 5632,
     )
     return checked(experts, _sparse_layers(config))
+
+
+def qwen3_next_experts(config: HfConfig) -> ExpertLayers:
+    return checked(_with_shared(config, 512, 10, normalises=config.norm_topk_prob is not False), _sparse_layers(config))
+
+
+def qwen35_experts(config: HfConfig) -> ExpertLayers:
+    return checked(_with_shared(config, 256, 8, normalises=True), (True,) * config.num_hidden_layers)
+
+
+def _with_shared(config: HfConfig, count: int, per_token: int, *, normalises: bool) -> Experts:
+    return Experts(
+        count=_count(config, count),
+        per_token=config.num_experts_per_tok or per_token,
+        width=config.moe_intermediate_size or 512,
+        normalises=normalises,
+        shared_width=config.shared_expert_intermediate_size or 512,
+    )
 
 
 def mixtral_experts(config: HfConfig) -> ExpertLayers:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import UNSET
 
+from penstock.backend.checkpoint.config.architectures.delta_layers import attention_alone, delta_layers
 from penstock.backend.checkpoint.config.architectures.expert_layers import (
     ExpertLayers,
     gpt_oss_experts,
     mixtral_experts,
     qwen2_experts,
     qwen3_experts,
+    qwen3_next_experts,
+    qwen35_experts,
 )
 from penstock.backend.checkpoint.config.architectures.gemma4 import GEMMA4_NAMES, gemma4_experts, gemma4_variations
 from penstock.backend.checkpoint.config.architectures.layer_patterns import (
@@ -37,6 +40,7 @@ from penstock.backend.checkpoint.config.architectures.layer_patterns import (
 )
 from penstock.backend.checkpoint.config.decoder_config import (
     Activation,
+    DeltaNet,
     MlpKind,
     NormKind,
     QkNormScope,
@@ -85,6 +89,10 @@ class Family:
     qk_norm: Callable[[HfConfig], QkNormScope | None] = _no_qk_norm
     names: TensorNames = field(default_factory=TensorNames)
     experts: Callable[[HfConfig], ExpertLayers | None] = no_experts
+    delta_net: Callable[[HfConfig], DeltaNet | None] = attention_alone
+    gated_attention: bool = False
+    key_defaults: dict[str, int] = field(default_factory=dict)
+    """Values of keys that HfConfig requires and files may omit."""
     variations: Callable[[HfConfig, int, int], dict[str, Any]] = _no_variations
     """Further fields of DecoderConfig, from the numbers of key heads and of their dimensions."""
 
@@ -250,6 +258,17 @@ _GLM = Family(
     interleaved_rope=True,
 )
 
+_QWEN35 = Family(
+    biases="attention_bias",
+    qk_norm=_qk_norm("head"),
+    norm_offset=1.0,
+    gated_attention=True,
+    delta_net=delta_layers,
+    head_dim=256,
+    partial_rotary_factor=0.25,
+)
+_QWEN3_NEXT_NAMES = TensorNames(delta_in=("linear_attn.in_proj_qkvz",), delta_gates=("linear_attn.in_proj_ba",))
+
 FAMILIES = {
     "LlamaForCausalLM": Family(biases="attention_bias", mlp_bias_allowed=True),
     "MistralForCausalLM": Family(windows=window_everywhere),
@@ -271,6 +290,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(
         windows=windows_of_even_first_layers, biases="qkv if qkv_bias", experts=qwen2_experts
     ),
+    "Qwen3NextForCausalLM": replace(_QWEN35, names=_QWEN3_NEXT_NAMES, experts=qwen3_next_experts),
+    "Qwen3_5ForCausalLM": _QWEN35,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN35, experts=qwen35_experts, key_defaults={"intermediate_size": 512}),
     "MixtralForCausalLM": Family(
         windows=window_nowhere_unless_given,
         names=_MIXTRAL_NAMES,

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from penstock.backend.checkpoint.config.rope_scaling import RopeSettings
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
-LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+LayerType: TypeAlias = Literal["full_attention", "sliding_attention", "linear_attention"]
 
 _Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 _Heads = Annotated[int, Meta(ge=1, le=4096)]
@@ -58,7 +58,7 @@ class HfConfig(Struct, frozen=True):
     num_experts_per_tok: _Experts | None = None
     moe_intermediate_size: _Width | None = None
     shared_expert_intermediate_size: _Width | None = None
-    norm_topk_prob: bool = False
+    norm_topk_prob: bool | None = None
     swiglu_alpha: _Scale | None = None
     swiglu_limit: _Scale | None = None
     separate_experts: bool = False
@@ -84,6 +84,18 @@ class HfConfig(Struct, frozen=True):
     layer_types: Annotated[tuple[LayerType, ...], _PerLayer] | None = None
     no_rope_layers: Annotated[tuple[Literal[0, 1], ...], _PerLayer] | None = None
     no_rope_layer_interval: _Interval = 4
+
+    full_attention_interval: _Interval = 4
+    linear_num_key_heads: _Heads = 16
+    linear_num_value_heads: _Heads = 32
+    linear_key_head_dim: _HeadDim = 128
+    linear_value_head_dim: _HeadDim = 128
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] = 4
+    tiled_key_heads: bool = False
+    """As in GGUF files of Qwen3.5, as are plain_decay and separate_gates."""
+    plain_decay: bool = False
+    separate_gates: bool = False
+    """Gates of results have their own tensor although the architecture stores them with keys and values."""
 
     global_head_dim: _HeadDim | None = None
     num_global_key_value_heads: _Heads | None = None

@@ -101,6 +101,10 @@ TEXT_PARTS = {
         defaults=_QWEN2_VL_DEFAULTS,
         may_be_flat=True,
     ),
+    "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False),
+    "Qwen3_5MoeForConditionalGeneration": TextPart(
+        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False
+    ),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]}, tie_embeddings=False, defaults=_QWEN3_VL_DEFAULTS
     ),

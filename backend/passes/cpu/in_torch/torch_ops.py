@@ -17,6 +17,7 @@ from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
+from penstock.backend.passes.cpu.in_torch.torch_delta_net import TorchDeltaNetOps, delta_rows
 from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, grouped_product, product_by_product
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
@@ -117,6 +118,8 @@ class TorchOps:
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype
         self.adapters = TorchAdapters()
+        net = config.delta_net
+        self._delta_net = None if net is None else TorchDeltaNetOps(net, config.norm_eps, self._product)
         self.cache = PagedCache((), 0, 1, "fp32")
         self.side = TorchSideOps(
             config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm
@@ -129,6 +132,10 @@ class TorchOps:
         return TorchExpertOps(
             self._config.experts, self._dtype, self._product, self._grouped_product, self._activate, self._sigmoid
         )
+
+    @property
+    def delta_net(self) -> TorchDeltaNetOps | None:
+        return self._delta_net
 
     def pack_linear(
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float = 1.0, *, is_gated: bool = False
@@ -178,6 +185,7 @@ class TorchOps:
             last_tokens=torch.from_numpy(batch.logit_tokens.astype(np.int64)),
             num_logits=len(batch.logit_rows),
             embeddings=batch.embeddings,
+            rows=delta_rows(batch),
         )
 
     def embed(self, table: Tensor | QuantizedWeight, step: TorchStep) -> Tensor:
@@ -241,7 +249,8 @@ class TorchOps:
         shape = self._heads[layer.has_full_heads]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        queries, keys, values = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+        queries, values = heads[:, :num_heads], heads[:, -num_kv_heads:]
+        keys = heads[:, -2 * num_kv_heads : -num_kv_heads]
         parts = [(queries, layer.q_norm, layer.ropes[0])]
         if layer.source is None:
             parts += [(keys, layer.k_norm, layer.ropes[1]), (values, layer.v_norm, None)]
@@ -261,7 +270,11 @@ class TorchOps:
         queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        return paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
+        attended = paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
+        if not self._config.gated_attention:
+            return attended
+        gates = qkv[:, heads.output_size : 2 * heads.output_size].float()
+        return (attended.float() * self._sigmoid(gates)).to(attended.dtype)
 
     def last_tokens(self, qkv: Tensor, residual: Tensor, step: TorchStep) -> tuple[Tensor, Tensor, TorchStep]:
         self.adapters.narrow(step.last_tokens.numpy())

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.passes.cpu.in_torch.torch_delta_net import DeltaRow
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear
 from penstock.backend.passes.ops.interface import round_scale
 
@@ -38,6 +39,7 @@ class TorchStep:
     """[L + S] `StepBatch.logit_tokens`."""
     num_logits: int
     embeddings: tuple[EmbeddedTokens, ...]
+    rows: list[DeltaRow]
     is_narrowed: bool = False
     """To last_tokens."""
 

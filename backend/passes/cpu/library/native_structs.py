@@ -61,6 +61,7 @@ class OperationKind(IntEnum):
     WEIGHT_ROWS = 12
     LAYER_INPUTS = 13
     WEIGHT_BY_INPUT = 14
+    DELTA_NET = 15
 
 
 class AddNorm(IntEnum):
@@ -101,6 +102,7 @@ class Shape(Structure):
         ("other", KvHeads),
         ("hidden", c_int64),
         ("num_heads", c_int64),
+        ("num_gates", c_int64),
         ("page_size", c_int64),
         ("act_bf16", c_int64),
         ("cache_form", c_int64),
@@ -235,6 +237,25 @@ class LayerInputs(Structure):
     )
 
 
+class DeltaNet(Structure):
+    _fields_ = (
+        ("conv", c_void_p),
+        ("bias", c_void_p),
+        ("decays", c_void_p),
+        ("norm", c_void_p),
+        ("states", c_void_p),
+        ("inputs", c_void_p),
+        ("gates", c_void_p),
+        ("mixed", c_void_p),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("width", c_int64),
+        ("tiles_key_heads", c_int64),
+    )
+
+
 class StepRows(Structure):
     _fields_ = (
         ("arrays", c_void_p),
@@ -341,6 +362,7 @@ def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -
         hidden=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
+        num_gates=config.num_heads if config.gated_attention else 0,
         head_dim=config.head_dim,
         rotary_dim=usual.rotary_dim,
         other=KvHeads(*other),

@@ -34,12 +34,13 @@ from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import AttentionLayer, SideOps, round_scale
+from penstock.backend.passes.ops.interface import AttentionLayer, DeltaNetOps, SideOps, round_scale
 
 
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
+    delta_net: DeltaNetOps | None = None
     side: SideOps | None = None
 
     def __init__(

@@ -227,6 +227,7 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
     """Return the first variation of the model that the kernels do not have, or None."""
     has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
     variations = {
+        "layers with a delta rule": config.delta_net is not None,
         "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),

@@ -31,12 +31,13 @@ from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
+    add_mtp_layer,
     as_converted,
     byte_level_vocabulary,
+    converted,
     from_model,
     fuse_qkv,
     interleave,
-    text_tensors,
 )
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import relative_error, replace_linear
@@ -129,35 +130,30 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(case: str, 
     assert relative_error(logits, expected) < (0.05 if is_packed else 1e-4)
 
 
+_SAME = ("gemma", "gemma2", "gemma3", "granite", "cohere2", "starcoder2", "glm4", "gpt-oss", "smollm3")
 ARCHITECTURES = {
     "qwen2-moe": "qwen2moe",
     "qwen3-moe": "qwen3moe",
     "qwen2-vl": "qwen2vl",
     "qwen3-vl": "qwen3vl",
     "qwen3-vl-moe": "qwen3vlmoe",
+    "qwen3-next": "qwen3next",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
     "mixtral": "llama",
+    **{name: name for name in _SAME},
     "ministral3": "mistral3",
-    "smollm3": "smollm3",
     "phi3-longrope": "phi3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "cohere": "command-r",
     "cohere-qk-norm": "command-r",
-    "cohere2": "cohere2",
-    "starcoder2": "starcoder2",
     "glm": "chatglm",
-    "glm4": "glm4",
-    "gpt-oss": "gpt-oss",
 }
 """Preset of a checkpoint → architecture of its GGUF file."""
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2-moe": {"decoder_sparse_step": 1, "use_sliding_window": False},
-    "qwen3-moe": {"mlp_only_layers": []},
-    "qwen3-vl-moe": {"mlp_only_layers": []},
+    **{name: {"mlp_only_layers": []} for name in ("qwen3-moe", "qwen3-vl-moe", "qwen3-next")},
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
@@ -187,11 +183,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tmp_path: Path) -> None:
     """With a prompt beyond windows and LongRoPE's short factors."""
     checkpoint = make_checkpoint(preset, tmp_path / "checkpoint", vocab_size=320, **OVERRIDES.get(preset, {}))
-    convert = as_converted if preset == "gpt-oss" else text_tensors if "-vl" in preset else dict
-    model, tensors = load_oracle(checkpoint), convert(load_file(checkpoint / "model.safetensors"))
+    model = load_oracle(checkpoint)
+    tensors = converted(ARCHITECTURES[preset], load_file(checkpoint / "model.safetensors"), model.config)
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)
+    if preset == "qwen3.5":
+        add_mtp_layer(file, 3)
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():

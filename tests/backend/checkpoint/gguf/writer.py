@@ -90,6 +90,29 @@ def byte_level_vocabulary(vocab_size: int, pre: str = "llama-bpe") -> dict[str, 
     }
 
 
+_KEYS = {
+    "feed_forward_length": ("intermediate_size",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim",),
+    "ssm.state_size": ("linear_key_head_dim",),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+"""Keys of metadata, and those of config.json with the same value: the first that there is."""
+
+
 def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     """The metadata that llama.cpp's converter writes for a config of transformers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -99,7 +122,6 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
-        "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
@@ -108,25 +130,13 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
     }
-    names = {
-        "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-        "attention.layer_norm_epsilon": ("layer_norm_eps", "norm_epsilon"),
-        "attention.sliding_window": ("sliding_window",),
-        "attn_logit_softcapping": ("attn_logit_softcapping",),
-        "final_logit_softcapping": ("final_logit_softcapping",),
-        "attention.scale": ("attention_multiplier",),
-        "embedding_scale": ("embedding_multiplier",),
-        "residual_scale": ("residual_multiplier",),
-        "logit_scale": ("logits_scaling", "logit_scale"),
-        "expert_count": ("num_experts", "num_local_experts"),
-        "expert_used_count": ("num_experts_per_tok",),
-        "expert_feed_forward_length": ("moe_intermediate_size",),
-        "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
-    }
-    for key, aliases in names.items():
+    for key, aliases in _KEYS.items():
         found = [value for name in aliases if (value := getattr(config, name, None)) is not None]
         if found:
             own[key] = found[0]
+    if "ssm.time_step_rank" in own:
+        own["ssm.inner_size"] = config.linear_value_head_dim * config.linear_num_value_heads
+        own["attention.recurrent_layers"] = [kind == "linear_attention" for kind in config.layer_types]
     if "mrope_section" in rope:
         own["rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if rope.get("rope_type") == "linear":
@@ -150,6 +160,24 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
         own["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config.layer_types]
     own |= _gemma4_metadata(config) if arch == "gemma4" else {}
     return {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, as llama.cpp's converter changes them before it writes them."""
+    match arch:
+        case "gpt-oss":
+            return as_converted(tensors)
+        case "qwen2vl" | "qwen3vl" | "qwen3vlmoe":
+            return text_tensors(tensors)
+        case "qwen3next" | "qwen35" | "qwen35moe":
+            return hybrid_tensors(tensors, config, tiles_heads=arch != "qwen3next")
+    return tensors
+
+
+def add_mtp_layer(file: GgufFile, number: int) -> None:
+    """Add a layer that predicts further tokens, after the last."""
+    file.metadata |= {f"{file.arch}.block_count": number + 1, f"{file.arch}.nextn_predict_layers": 1}
+    file.tensors[f"blk.{number}.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
 
 
 def _gemma4_metadata(config: Any) -> dict[str, Any]:
@@ -210,6 +238,39 @@ def as_converted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             )
             converted |= {f"{base}.experts.{part}.{kind}": matrix.contiguous() for part, matrix in matrices.items()}
     return converted
+
+
+def hybrid_tensors(tensors: dict[str, torch.Tensor], config: Any, *, tiles_heads: bool) -> dict[str, torch.Tensor]:
+    """The tensors of Qwen3-Next, or with tiles_heads of Qwen3.5, as llama.cpp's converter writes them."""
+    num_keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    key_rows = 2 * num_keys * config.linear_key_head_dim
+
+    def tiled(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        order = torch.arange(tensor.shape[dim]).view(num_keys, per_key, -1).transpose(0, 1).flatten()
+        return tensor.index_select(dim, order) if tiles_heads else tensor
+
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        part = name.rpartition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            rows = tensor.flatten(1)
+            found[name] = torch.cat([rows[:key_rows], tiled(rows[key_rows:])])
+        elif part == "in_proj_qkvz.weight":
+            sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2
+            *qkv, gates = (rows.flatten(0, 1) for rows in tensor.view(num_keys, -1, tensor.shape[1]).split(sizes, 1))
+            found[name.replace("qkvz", "qkv")] = torch.cat(qkv)
+            found[name.replace("qkvz", "z")] = gates
+        elif part == "A_log":
+            found[name] = -tiled(tensor).exp()
+        elif part == "dt_bias":
+            found[name.replace("dt_bias", "dt_proj.bias")] = tiled(tensor)
+        elif part in ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight"):
+            found[name] = tiled(tensor)
+        elif part == "out_proj.weight":
+            found[name] = tiled(tensor, 1)
+        else:
+            found[name] = tensor + 1 if name.endswith("norm.weight") and part == name else tensor
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def text_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

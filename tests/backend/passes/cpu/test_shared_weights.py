@@ -62,6 +62,7 @@ def logits(loaded: CpuDecoderPass) -> np.ndarray:
     [
         ("qwen3", "none"),
         ("qwen2", "int8"),
+        ("qwen3-next", "int8"),
         ("gemma2", "int4"),
         ("qwen3-moe", "int8"),
         ("cohere", "none"),

@@ -10,15 +10,21 @@ namespace {
 
 // Writes the output of one kv head: state's rows from first_row on are [token][query head of the group].
 template <class T>
-void write_rows(const Engine& engine, const Attention& layer, const SoftmaxState& state, i64 first_row, const Tile& tile,
-                i64 kv_head, T* out) {
+void write_rows(const Engine& engine, const T* qkv, const Attention& layer, const SoftmaxState& state, i64 first_row,
+                const Tile& tile, i64 kv_head, T* out) {
     const i64 dim = engine.shape.head_dim, group = engine.group();
     for (i64 r = 0; r < tile.count * group; ++r) {
         const i64 head = kv_head * group + r % group;
         const Floats norm = broadcast(layer.sinks ? state.factor_with_sink(first_row + r, layer.sinks[head])
                                                   : 1.0f / state.sums[first_row + r]);
         T* target = out + ((tile.out + r / group) * engine.shape.num_heads + head) * dim;
-        for (i64 d = 0; d < dim; d += 16) store(target + d, mul(load(state.acc + (first_row + r) * dim + d), norm));
+        const float* row = state.acc + (first_row + r) * dim;
+        if (!engine.shape.num_gates) {
+            for (i64 d = 0; d < dim; d += 16) store(target + d, mul(load(row + d), norm));
+            continue;
+        }
+        const T* gate = qkv + (tile.token + r / group) * engine.row_size(layer) + (engine.shape.num_heads + head) * dim;
+        for (i64 d = 0; d < dim; d += 16) store(target + d, mul(mul(load(row + d), norm), sigmoid(load(gate + d))));
     }
 }
 
@@ -86,7 +92,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
         if (piece > first_piece) state.merge(later, all_rows, dim);
     }
     if (item.partial >= 0) return;
-    for (i64 h = 0; h < heads; ++h) write_rows(engine, layer, state, h * rows, tile, item.head + h, out);
+    for (i64 h = 0; h < heads; ++h) write_rows(engine, qkv, layer, state, h * rows, tile, item.head + h, out);
 }
 
 // Scratch floats that one thread needs for any work item: for all its rows, for the rows of one head, for a block.
@@ -115,7 +121,7 @@ void run_attention(Engine& engine, const T* qkv, const Attention& layer, T* out)
             if (piece + 1 < merge.num_pieces) piece_state(piece + 1).prefetch(rows, dim);
             state.merge(piece_state(piece), rows, dim);
         }
-        write_rows(engine, layer, state, 0, merge.tile, merge.head, out);
+        write_rows(engine, qkv, layer, state, 0, merge.tile, merge.head, out);
     });
 }
 

@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "rows/layer_inputs.h"
+#include "rows/delta_net.h"
 
 namespace {
 
@@ -106,17 +106,18 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
     engine.split(step.rows(), 2, [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * engine.row_size(layer);
+            T* keys = row + (heads + shape.num_gates) * dim;
             const float* turns = step.rope + step.positions[step.token(t)] * shape.rope_width;
             const float* query_turns = layer.query_rope < 0 ? nullptr : turns + layer.query_rope;
             const float* key_turns = layer.key_rope < 0 ? nullptr : turns + layer.key_rope;
             if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {
                 normalise_in_place(shape, row, heads * dim, layer.q_norm);
-                normalise_in_place(shape, row + heads * dim, kv_heads * dim, layer.k_norm);
+                normalise_in_place(shape, keys, kv_heads * dim, layer.k_norm);
             }
             for (i64 h = 0; h < heads; ++h)
                 norm_and_rotate(shape, row + h * dim, norm_of_head(shape, layer.q_norm, h), query_turns);
             for (i64 h = 0; layer.stores && h < kv_heads; ++h) {
-                T *key = row + (heads + h) * dim, *value = key + kv_heads * dim;
+                T *key = keys + h * dim, *value = key + kv_heads * dim;
                 norm_and_rotate(shape, key, norm_of_head(shape, layer.k_norm, h), key_turns);
                 norm_and_rotate(shape, value, layer.v_norm, nullptr);
                 store_token<T, C>(engine, key, value, slots[t], h, layer);

@@ -125,6 +125,7 @@ struct Shape : KvHeads {  // mirrored by native_structs.py
     KvHeads other;  // of layers with other heads; 0 if there are none
     i64 hidden;
     i64 num_heads;
+    i64 num_gates;  // of attention's results: one for each head, or 0. They follow q in its rows
     i64 page_size;
     i64 act_bf16;
     i64 cache_form;
@@ -189,9 +190,10 @@ struct Step {
     bool is_narrowed = false;  // to last_tokens
     bool has_adapters = false;
     std::vector<std::int32_t> adapters;  // if so: of each token, -1 for none
-    // Of an encoder: where its rows start, [rows + 1], and the type of each token.
-    const std::int32_t* row_starts = nullptr;
-    const std::int32_t* token_types = nullptr;
+    const std::int32_t* row_starts = nullptr;  // [rows + 1]
+    const std::int32_t* contexts = nullptr;    // [rows]
+    const std::int32_t* slots = nullptr;       // [rows]
+    const std::int32_t* token_types = nullptr;  // of an encoder: of each token
     std::vector<EncoderItem> encoder_items;
 
     const std::int32_t* pages(i64 group, i64 row) const {
@@ -266,7 +268,7 @@ struct Engine {
     }
 
     i64 row_size(const Attention& layer) const {
-        return (shape.num_heads + (layer.stores ? 2 * shape.num_kv_heads : 0)) * shape.head_dim;
+        return (shape.num_heads + shape.num_gates + (layer.stores ? 2 * shape.num_kv_heads : 0)) * shape.head_dim;
     }
 
     i64 group() const { return shape.num_heads / shape.num_kv_heads; }

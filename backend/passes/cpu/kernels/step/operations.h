@@ -9,12 +9,12 @@ namespace {
 // As in native_structs.py.
 enum OperationKind : i64 {
     kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits,
-    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput
+    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput, kDeltaNet
 };
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
-    const void* weights;  // a table, a norm's weights, a Linear, Experts, LayerInputs or an Attention
+    const void* weights;  // a table, a norm's weights, a Linear, Experts, LayerInputs, a DeltaNet or an Attention
     const void* x;
     void* out;
     i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits and gates the width; of
@@ -85,6 +85,9 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
                                          op.form);
         case kWeightRows:
             return run_weight_rows(engine, static_cast<const float*>(op.x), op.form, static_cast<T*>(op.out));
+        case kDeltaNet:
+            return run_delta_net(engine, *static_cast<const DeltaNet*>(op.weights), static_cast<const T*>(op.x),
+                                 static_cast<T*>(op.out));
         case kLayerInputs:
             return run_layer_inputs<T>(engine, *static_cast<const LayerInputs*>(op.weights), static_cast<float*>(op.out));
         case kWeightByInput:

@@ -49,7 +49,7 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
-    // page tables [num_groups][num_rows][table_width], logit rows [num_logit_rows], further tokens with logits
+    // slots [num_rows], page tables [num_groups][num_rows][table_width], logit rows [num_logit_rows], further tokens with logits
     // [num_verified], scored tokens [num_scored], and adapters [num_rows] if a row has one.
     const std::int32_t* arrays;
     const float* rope;
@@ -116,7 +116,10 @@ inline void plan_step(Engine& engine, const StepRows& given) {
     const std::int32_t* starts = given.arrays + given.num_tokens;
     const std::int32_t* contexts = starts + num_rows + 1;
     Step& step = engine.step;
-    step.page_tables = contexts + num_rows;
+    step.row_starts = starts;
+    step.contexts = contexts;
+    step.slots = contexts + num_rows;
+    step.page_tables = step.slots + num_rows;
     step.page_table_width = given.table_width;
     step.num_rows = num_rows;
     const std::int32_t* logit_rows = step.pages(given.num_groups, 0);

@@ -191,8 +191,8 @@ class RemoteKernels:
         state.num_tokens, state.num_logits = own.num_tokens, own.num_logit_rows + own.num_verified
         state.num_last, state.is_narrowed = state.num_logits + own.num_scored, False
         num_pages = own.num_groups * own.num_rows * own.table_width
-        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, num_pages, state.num_last)
-        input_ids, starts, contexts, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
+        sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows, num_pages, state.num_last)
+        input_ids, starts, contexts, _, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
         num_positions = int((contexts + np.diff(starts)).max())
         numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rope_width}
