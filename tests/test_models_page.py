@@ -23,9 +23,10 @@ from penstock.backend.passes.decoder.cuda_pass.workspace_plan import unsupported
 from penstock.backend.passes.encoder.cuda_loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families
-from tests.checkpoints import PRESETS, make_config
+from tests.checkpoints import make_config
 from tests.encoder_checkpoints import PRESETS as ENCODER_PRESETS
 from tests.encoder_checkpoints import EncoderPreset, encoder_config
+from tests.presets import PRESETS
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -81,7 +82,7 @@ def decoder_rows() -> list[str]:
     rows = ["| architecture | models | windows |", "|---|---|---|"]
     for architecture in SUPPORTED_ARCHITECTURES:
         configs = [tiny(name) for name, preset in PRESETS.items() if preset.model == architecture]
-        assert configs, f"tests/checkpoints.py has no preset of {architecture}"
+        assert configs, f"tests/presets.py has no preset of {architecture}"
         is_native = all(map(supports_native_ops, configs))
         windows = {window_kinds(config) for config in configs} - {""}
         exceptions = without_kernels(is_native, on_gpu({unsupported_variation(config) for config in configs}))

@@ -83,6 +83,17 @@ class TimedOperations:
     times: ctypes.Array[OperationTime]
 
 
+def _widths_of_mixers(config: DecoderConfig) -> tuple[int, int]:
+    """The largest widths of what attention and delta rules are given, and of what they give."""
+    heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
+    gates = config.num_heads if config.gated_attention else 0
+    projected = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
+    mixed = config.num_heads * max(head_dim for _, head_dim in heads)
+    if (net := config.delta_net) is None:
+        return projected, mixed
+    return max(projected, net.num_channels + net.value_size), max(mixed, net.value_size)
+
+
 class NativeOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16.
 
@@ -128,18 +139,14 @@ class NativeOps:
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
 
-        net = config.delta_net
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
-        heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
-        attention_width = config.num_heads * max(head_dim for _, head_dim in heads)
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
+        projected_width, mixed_width = _widths_of_mixers(config)
         self._residual = Buffer(config.hidden_size, torch.float32)
         self._last_residual = Buffer(config.hidden_size, torch.float32)
         self._hidden = Buffer(config.hidden_size, dtype)
-        gates = config.num_heads if config.gated_attention else 0
-        qkv_width = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
-        self._qkv = Buffer(max(qkv_width, 0 if net is None else net.num_channels + net.value_size), dtype)
-        self._attended = Buffer(max(attention_width, 0 if net is None else net.value_size), dtype)
+        self._qkv = Buffer(projected_width, dtype)
+        self._attended = Buffer(mixed_width, dtype)
         self._gated = Buffer(max(mlp_width, shared_width), dtype)
         self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
         self._added = Buffer(config.hidden_size, torch.float32)
@@ -153,7 +160,7 @@ class NativeOps:
             parts = (self._do, self._linear, self.norm, self._add_norm)
             self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
         self.delta_net: NativeDeltaNetOps | None = None
-        if net is not None:
+        if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
         others = [buffer for ops in (self.side, self.delta_net) if ops is not None for buffer in ops.buffers]
         self._activations = (*buffers, *added, *others)

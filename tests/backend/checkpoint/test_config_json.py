@@ -20,7 +20,8 @@ from penstock.backend.checkpoint.config_json import (
 )
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.test_config_defaults import oracle_eps
-from tests.checkpoints import PRESETS, make_config, make_model
+from tests.checkpoints import make_config, make_model
+from tests.presets import PRESETS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,8 @@ import transformers
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
 from penstock.backend.checkpoint.config_json import parse_decoder_config
-from tests.checkpoints import EXPERT_PRESETS, PRESETS, make_config, make_model
+from tests.checkpoints import make_config, make_model
+from tests.presets import EXPERT_PRESETS, PRESETS
 
 
 def oracle_experts(config: Any) -> Experts | None:

@@ -21,7 +21,8 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
-from tests.checkpoints import EXPERT_PRESETS, FUSED_EXPERT_PRESETS, PRESETS, make_checkpoint, make_model
+from tests.checkpoints import make_checkpoint, make_model
+from tests.presets import EXPERT_PRESETS, FUSED_EXPERT_PRESETS, PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

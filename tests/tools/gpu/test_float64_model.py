@@ -15,7 +15,8 @@ from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.checks import pass_agreement
 from penstock.tools.gpu.checks.float64_model import Float64Model
 from penstock.tools.random_weights import TINY_FAMILY, RandomWeights
-from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.presets import PRESETS
 from tests.tools.gpu.device_context import Record, make_device_context
 
 if TYPE_CHECKING:

@@ -1,16 +1,13 @@
 """The supported architectures: how each differs from Llama, and its defaults for absent keys of config.json.
 
-A new dense architecture is an entry of FAMILIES and a preset of tests/checkpoints.py, as long as `DecoderConfig` can
+A new dense architecture is an entry of FAMILIES and a preset of tests/presets.py, as long as `DecoderConfig` can
 express it.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
-
-from msgspec import UNSET
 
 from penstock.backend.checkpoint.config.architectures.delta_layers import attention_alone, delta_layers
 from penstock.backend.checkpoint.config.architectures.expert_layers import (
@@ -38,6 +35,14 @@ from penstock.backend.checkpoint.config.architectures.layer_patterns import (
     windows_of_nope_layers,
     windows_unless_other_types,
 )
+from penstock.backend.checkpoint.config.architectures.scales import (
+    cohere_scales,
+    gemma1_scales,
+    gemma4_scales,
+    gemma_scales,
+    granite_scales,
+    no_scales,
+)
 from penstock.backend.checkpoint.config.decoder_config import (
     Activation,
     DeltaNet,
@@ -52,8 +57,6 @@ from penstock.backend.checkpoint.config.rope_scaling import RopeSettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from msgspec import UnsetType
-
     from penstock.backend.checkpoint.config.architectures.hf_config import HfConfig
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -61,10 +64,6 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 def _no_variations(*_: object) -> dict[str, Any]:
     return {}
-
-
-def _no_scales(_: HfConfig) -> Scales:
-    return Scales()
 
 
 def _no_qk_norm(_: HfConfig) -> QkNormScope | None:
@@ -85,7 +84,7 @@ class Family:
 
     windows: Callable[[HfConfig], Windows] = no_windows
     uses_rope: Callable[[HfConfig, Windows], tuple[bool, ...]] = rope_everywhere
-    scales: Callable[[HfConfig], Scales] = _no_scales
+    scales: Callable[[HfConfig], Scales] = no_scales
     qk_norm: Callable[[HfConfig], QkNormScope | None] = _no_qk_norm
     names: TensorNames = field(default_factory=TensorNames)
     experts: Callable[[HfConfig], ExpertLayers | None] = no_experts
@@ -131,51 +130,6 @@ class Family:
     original_max_positions: int | None = None
     refused_keys: tuple[str, ...] = ()
     """Keys that may change the computation in a way that is not supported, unless their value is false or null."""
-
-
-def _cap(value: float | UnsetType | None, default: float | None) -> float | None:
-    return default if value is UNSET else value
-
-
-def _gemma_scales(*, scores_cap: float | None = None, logits_cap: float | None = None) -> Callable[[HfConfig], Scales]:
-    """Gemma's scales. The caps are the defaults of absent keys."""
-
-    def scales(config: HfConfig) -> Scales:
-        return Scales(
-            scores=(config.query_pre_attn_scalar or 256.0) ** -0.5,
-            scores_softcap=_cap(config.attn_logit_softcapping, scores_cap),
-            logits_softcap=_cap(config.final_logit_softcapping, logits_cap),
-            embedding=math.sqrt(config.hidden_size),
-        )
-
-    return scales
-
-
-def _gemma4_scales(config: HfConfig) -> Scales:
-    return Scales(
-        scores=1.0,
-        logits_softcap=_cap(config.final_logit_softcapping, None),
-        embedding=math.sqrt(config.hidden_size),
-    )
-
-
-def _gemma1_scales(config: HfConfig) -> Scales:
-    return Scales(embedding=math.sqrt(config.hidden_size))
-
-
-def _granite_scales(config: HfConfig) -> Scales:
-    embedding = config.embedding_multiplier or 1.0
-    return Scales(
-        scores=config.attention_multiplier or 1.0,
-        embedding=embedding,
-        given_embeddings=embedding,
-        residual=config.residual_multiplier or 1.0,
-        logits=1 / (config.logits_scaling or 1.0),
-    )
-
-
-def _cohere_scales(config: HfConfig) -> Scales:
-    return Scales(logits=config.logit_scale or 0.0625)
 
 
 def _cohere_qk_norm(config: HfConfig) -> QkNormScope | None:
@@ -231,7 +185,7 @@ _MINISTRAL3_ROPE = RopeSettings(
 )
 
 _GEMMA = Family(
-    scales=_gemma1_scales,
+    scales=gemma1_scales,
     biases="attention_bias",
     norm_offset=1.0,
     activation="gelu_pytorch_tanh",
@@ -243,7 +197,7 @@ _GEMMA = Family(
 _GEMMA2 = replace(
     _GEMMA,
     windows=windows_between(2),
-    scales=_gemma_scales(scores_cap=50.0, logits_cap=30.0),
+    scales=gemma_scales(scores_cap=50.0, logits_cap=30.0),
     names=_GEMMA_NAMES,
     activation_key="hidden_activation",
     activation_aliases=(),
@@ -331,7 +285,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": replace(
         _GEMMA2,
         windows=windows_between(6),
-        scales=_gemma_scales(),
+        scales=gemma_scales(),
         qk_norm=_qk_norm("head"),
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
@@ -340,7 +294,7 @@ FAMILIES = {
     "Gemma4ForCausalLM": replace(
         _GEMMA2,
         windows=windows_between(6, 512),
-        scales=_gemma4_scales,
+        scales=gemma4_scales,
         qk_norm=_qk_norm("head"),
         names=GEMMA4_NAMES,
         experts=gemma4_experts,
@@ -363,11 +317,11 @@ FAMILIES = {
         rope_theta=500_000.0,
         window_rope_theta=500_000.0,
     ),
-    "GraniteForCausalLM": Family(scales=_granite_scales, biases="attention_bias", mlp_bias_allowed=True),
+    "GraniteForCausalLM": Family(scales=granite_scales, biases="attention_bias", mlp_bias_allowed=True),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, names=_GLM4_NAMES),
     "CohereForCausalLM": Family(
-        scales=_cohere_scales,
+        scales=cohere_scales,
         qk_norm=_cohere_qk_norm,
         names=_COHERE_NAMES,
         biases="attention_bias",
@@ -382,7 +336,7 @@ FAMILIES = {
     "Cohere2ForCausalLM": Family(
         windows=windows_between(4),
         uses_rope=rope_within_windows,
-        scales=_cohere_scales,
+        scales=cohere_scales,
         names=_COHERE_NAMES,
         biases="attention_bias",
         norm="layer",

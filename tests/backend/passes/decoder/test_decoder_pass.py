@@ -18,7 +18,8 @@ from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, groups_for, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
-from tests.checkpoints import PRESETS, load_oracle, make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.presets import PRESETS
 from tests.temporary import make_shared_directory
 
 if TYPE_CHECKING:

@@ -23,7 +23,8 @@ from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.conftest import MakeOps, make_deterministic_ops, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver
 from tests.backend.passes.decoder.quantized_oracle import QuantizedExperts, relative_error, replace_linear
-from tests.checkpoints import EXPERT_PRESETS, load_oracle, make_checkpoint
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.presets import EXPERT_PRESETS
 from tests.temporary import make_shared_directory
 
 MODES = ("int8", "int4")

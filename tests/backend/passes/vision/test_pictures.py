@@ -22,7 +22,7 @@ from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
 from tests.backend.harness import Bench
-from tests.checkpoints import COMMON
+from tests.presets import COMMON
 
 IMAGE_TOKEN, NUM_TOKENS = 250, 6
 MEAN, STD = (0.4, 0.5, 0.6), (0.25, 0.3, 0.2)

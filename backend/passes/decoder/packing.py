@@ -1,0 +1,249 @@
+"""Packs a decoder's weights, layer by layer, in the form of a device's operations.
+
+A checkpoint's conventions end here: norms that add 1 to their weights and heads that rotate neighbouring dimensions
+become plain ones. Packed weights that are mapped are tensors on the meta device here, of which some operations
+(`w[rows]`, `w + 1`, `torch.cat`) import sympy, in 0.15 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
+from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.passes.decoder.row_orders import (
+    delta_gates_order,
+    delta_in_order,
+    qkv_order,
+    rotate_half_order,
+)
+from penstock.backend.passes.ops.interface import (
+    Array,
+    AttentionLayer,
+    BesideNorms,
+    DeltaNetOps,
+    DeltaNetWeights,
+    ExpertOps,
+    Experts,
+    ExpertWeights,
+    LayerInput,
+    Linear,
+    Ops,
+    SideOps,
+)
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
+    from penstock.backend.checkpoint.config.tensors import LayerWeights
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention: AttentionLayer | None
+    delta_net: Any
+    """The operations' own form of it, if the layer has one in place of attention."""
+    attention_norm: Array | None
+    qkv: Linear
+    output: Linear
+    output_norm: Array | None
+    mlp_norm: Array | None
+    mlp: Mlp | None
+    """With experts it is the shared expert, if there is one."""
+    experts: Experts | None
+    beside: BesideNorms | None
+    """If the experts are beside the MLP."""
+    input: LayerInput | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+    output_norm: Array | None
+    gate: Linear | None
+    """Weights a shared expert."""
+
+
+def pack_head(config: DecoderConfig, ops: Ops, weight: Tensor | QuantizedWeight | None) -> Linear | None:
+    if weight is not None:
+        return ops.pack_linear(weight, None, config.scales.logits)
+    if config.has_lm_head:
+        raise ValueError("a model without tied embeddings needs weights for lm_head")
+    return None
+
+
+def expert_ops(ops: Ops) -> ExpertOps:
+    if ops.experts is None:
+        raise ValueError("these operations have none for experts")
+    return ops.experts
+
+
+def delta_ops(ops: Ops) -> DeltaNetOps:
+    if ops.delta_net is None:
+        raise ValueError("these operations have none for layers with a delta rule")
+    return ops.delta_net
+
+
+def side_ops(ops: Ops) -> SideOps:
+    if ops.side is None:
+        raise ValueError("these operations have none for inputs of layers and experts beside the MLP")
+    return ops.side
+
+
+class _Unpacked:
+    """A layer's weights, each for a single use: a matrix is freed when it is packed, not with its layer."""
+
+    def __init__(self, plain: LayerWeights[Tensor | QuantizedWeight]) -> None:
+        self._fields: dict[str, Any] = {field.name: getattr(plain, field.name) for field in fields(plain)}
+
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def take(self, name: str) -> Any:
+        """Return the field of LayerWeights and forget it."""
+        return self._fields.pop(name)
+
+
+def pack_layer(
+    config: DecoderConfig,
+    ops: Ops,
+    weights: LayerWeights[Tensor | QuantizedWeight],
+    index: int,
+    place: tuple[int, int],
+) -> Layer:
+    """place: the layer's group of the cache, and its index there."""
+    plain = _Unpacked(weights)
+    scale, net = config.scales.residual, config.delta_net_of_layer(index)
+    if plain.has("inputs_table"):
+        side_ops(ops).pack_inputs(*map(plain.take, ("inputs_table", "inputs_projection", "inputs_norm")))
+    of_input, factor = plain.has("input_norm"), plain.take("layer_scale")
+    last_norm = "input_norm" if of_input else "mlp_output_norm"
+    packed = {
+        field: pack_norm(config, ops, plain.take(field), factor if field == last_norm else None)
+        for field in (*NORM_FIELDS, "input_norm")
+    }
+    return Layer(
+        attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
+        delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
+        attention_norm=packed["attention_norm"],
+        qkv=_pack_qkv(ops, plain, qkv_order(config) if net is None else delta_in_order(config, net)),
+        output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
+        output_norm=packed["attention_output_norm"],
+        mlp_norm=packed["mlp_norm"],
+        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
+        experts=_pack_experts(ops, plain, scale),
+        beside=_pack_beside(config, ops, plain, packed["mlp_output_norm"]) if plain.has("expert_norm") else None,
+        input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
+    )
+
+
+def _pack_attention(
+    config: DecoderConfig, ops: Ops, plain: _Unpacked, index: int, place: tuple[int, int]
+) -> AttentionLayer:
+    q_norm, k_norm, sinks = plain.take("q_norm"), plain.take("k_norm"), plain.take("sinks")
+    if config.interleaved_rope:
+        order = rotate_half_order(config)
+        q_norm, k_norm = (_reorder_norm(config, norm, order) for norm in (q_norm, k_norm))
+    source = config.source_of_layer(index)
+    return AttentionLayer(
+        index=index,
+        rope=config.rope_of_layer(index),
+        query_rope=config.query_rope_of_layer(index),
+        window_tokens=config.window_of_layer(index),
+        q_norm=None if q_norm is None else ops.vector(_offset(config, q_norm).flatten()),
+        k_norm=None if k_norm is None else ops.vector(_offset(config, k_norm).flatten()),
+        sinks=None if sinks is None else ops.vector(sinks),
+        group=place[0],
+        group_index=place[1],
+        v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
+        has_full_heads=config.has_full_heads(index),
+        source=None if source == index else source,
+    )
+
+
+def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpacked) -> Any:
+    gates, order, decays = plain.take("delta_gates"), delta_gates_order(config, net), plain.take("delta_decay")
+    weights = DeltaNetWeights(
+        gates=gates if order is None else gates.index_select(0, order),
+        conv=plain.take("delta_conv").flatten(1),
+        bias=plain.take("delta_bias"),
+        decays=-decays.exp() if net.has_log_decay else decays,
+        norm=plain.take("delta_norm"),
+    )
+    return delta_ops(ops).pack(weights)
+
+
+def _pack_beside(config: DecoderConfig, ops: Ops, plain: _Unpacked, norm_of_sum: Array) -> BesideNorms:
+    router = plain.take("router_scale") * config.hidden_size**-0.5
+    dense, inputs, results = map(plain.take, ("dense_output_norm", "expert_norm", "expert_output_norm"))
+    return BesideNorms(ops.vector(dense), ops.vector(router), ops.vector(inputs), ops.vector(results), norm_of_sum)
+
+
+def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
+    gate, projection = (ops.pack_linear(plain.take(field), None) for field in ("input_gate", "input_projection"))
+    return LayerInput(gate, projection, norm)
+
+
+def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
+    bias = plain.take("qkv_bias")
+    if order is None:
+        return ops.pack_linear(plain.take("qkv"), bias)
+    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias.index_select(0, order))
+
+
+def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> Mlp | None:
+    if not (plain.has("gate_up") and plain.has("down")):
+        return None
+    gate = plain.take("shared_gate")
+    return Mlp(
+        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=config.mlp == "gated"),
+        down=ops.pack_linear(plain.take("down"), plain.take("down_bias"), config.scales.residual),
+        output_norm=output_norm,
+        gate=None if gate is None else ops.pack_linear(gate, None),
+    )
+
+
+def _pack_experts(ops: Ops, plain: _Unpacked, scale: float) -> Experts | None:
+    if not (plain.has("router") and plain.has("expert_gate_up") and plain.has("expert_down")):
+        return None
+    weights = ExpertWeights(
+        plain.take("router"),
+        plain.take("expert_gate_up"),
+        plain.take("expert_down"),
+        plain.take("router_bias"),
+        plain.take("expert_gate_up_bias"),
+        plain.take("expert_down_bias"),
+        plain.take("expert_scale"),
+    )
+    return expert_ops(ops).pack(weights, scale)
+
+
+def pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None, factor: Tensor | None = None) -> Array | None:
+    """A layer norm without a bias gets one of zeros. factor: of the sum, see `Ops.linear_add`."""
+    if weight is None:
+        return None
+    if factor is not None:
+        weight = torch.cat([weight, factor])
+    if config.norm == "layer" and not config.norm_bias:
+        weight = functional.pad(weight, (0, len(weight)))
+    return ops.vector(_offset(config, weight))
+
+
+def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
+    # A copy: the source may give its own tensor.
+    return weight.to(torch.float32, copy=True).add_(config.norm_offset) if config.norm_offset else weight
+
+
+def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
+    return weight.index_select(0, rows) if isinstance(weight, Tensor) else take_rows(weight, rows)
+
+
+def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:
+    """Put the weight of a norm in the heads' new order. It covers whole heads."""
+    return None if norm is None else norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)
