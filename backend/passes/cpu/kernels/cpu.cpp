@@ -13,8 +13,6 @@
 //   linears/weight_codes.h       how values of 2 to 8 bits are stored
 //   linears/quantized_weights.h  the layout of quantised weights
 //   linears/ggml_blocks.h        GGML's blocks in that layout
-//   linears/few_rows.h           few rows times quantised weights where they lie
-//   linears/many_rows.h          many rows times quantised weights, unpacked once
 //   linears/quantized_linear.h   linear layers with quantised weights
 //   linears/weight_forms.h       linear layers with weights of any form
 //   rows/norms.h                 norms

@@ -9,9 +9,354 @@
 
 #pragma once
 
-#include "linears/many_rows.h"
+#include "linears/ggml_blocks.h"
 
 namespace {
+
+constexpr i64 kPrefetchBytes = 2048;
+template <class C> inline void prefetch_unit(const std::uint8_t* values) {
+#pragma GCC unroll 8
+    for (i64 line = 0; line < C::kUnitBytes; line += 64) __builtin_prefetch(values + line + kPrefetchBytes);
+}
+
+// What a kernel is compiled for, beside the code.
+template <Dot dot, bool sixteens, bool has_minima, bool has_groups> struct Steps {
+    static constexpr Dot kDot = dot;
+    static constexpr int kGroups = sixteens ? 2 : 1;  // of a unit
+    static constexpr bool kHasMinima = has_minima, kHasGroups = has_groups;
+};
+
+// Some rows of a product, and what one part of the weights needs of them.
+struct ProductRows {
+    const QuantizedRows& rows;
+    i64 part, first, bytes, units;
+
+    ProductRows(const QuantizedRows& all, i64 which, i64 begin)
+        : rows(all), part(which), first(begin), bytes(all.integers[0].inputs), units(bytes / kUnit) {}
+
+    ProductRows from(i64 row) const { return {rows, part, first + row}; }
+    const float* negative(i64 groups, i64 unit) const { return rows.negative[part].data() + (first * units + unit) * groups; }
+};
+
+// What a tile of several rows prefetches into the L2 cache, evenly over a strip's units, beside the next 2 KB of the stream:
+// multiplying keeps the CPU from reading ahead. Of several tiles each prefetches a part of the next strip, as later ones read
+// no memory.
+struct FarAhead {
+    const std::uint8_t *line, *end;
+    i64 unit_bytes;
+
+    FarAhead(const QuantizedLayout& layout, const std::uint8_t* strip, i64 tile, i64 tiles)
+        : line(strip + (tiles == 1 ? 3 * kPrefetchBytes : layout.strip_bytes + layout.strip_bytes * tile / tiles)), end(line),
+          unit_bytes(layout.strip_bytes / layout.units / tiles + 1) {}
+
+    [[gnu::always_inline]] void prefetch() {
+        for (end += unit_bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+    }
+};
+
+// Which rows of a tile have carries in each unit, as bits.
+struct WideRows {
+    std::uint8_t units[kMaxUnits];
+    static_assert(kMaxByteRows <= 8);
+
+    WideRows(const ProductRows& x, int count) {
+        std::memset(units, 0, x.units);
+        for (int r = 0; r < count; ++r) for_wide_units(x.rows, x.first + r, [&](i64 unit) { units[unit] |= 1 << r; });
+    }
+};
+
+// Rows of an array, `stride` numbers apart. Few registers hold the addresses of six.
+template <class T> struct Strided {
+    const T *first, *third;
+    i64 stride;
+
+    Strided(const T* p, i64 n) : first(p), third(p + 3 * n), stride(n) {}
+    [[gnu::always_inline]] const T* operator[](int r) const {
+        return r < 3 ? first + r * stride : r < 6 ? third + (r - 3) * stride : third + 3 * stride + (r - 6) * stride;
+    }
+};
+
+// The values of a unit, or its carries.
+struct UnitRows {
+    Strided<std::int8_t> values;
+    Strided<std::int32_t> starts;
+    Strided<float> scales;
+
+    UnitRows(const IntegerRows& rows, const ProductRows& x, i64 groups, i64 unit)
+        : values(rows.row(x.first) + unit * kUnit, x.bytes),
+          starts(rows.starts[x.part].data() + (x.first * x.units + unit) * groups, x.units * groups),
+          scales(rows.scales.data() + x.first * x.units + unit, x.units) {}
+};
+
+template <class S> [[gnu::always_inline]] inline void add_products(Ints sums, Floats row_scale, Floats scale, Floats& total) {
+    const Floats sum = to_floats(sums);
+    total = S::kHasGroups ? fmadd(mul(sum, row_scale), scale, total) : fmadd(sum, row_scale, total);
+}
+
+// total[R] += a group of R rows × a group of a strip
+template <int R, class C, class S>
+[[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half, const std::uint8_t* values, Floats scale,
+                                             Floats* total) {
+    constexpr int chains = R == 1 ? 2 : 1;  // of additions: one would take as long as its latency
+    IntSums acc[R][chains];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        acc[r][0] = broadcast_ints(unit.starts[r] + half);
+        if (chains == 2) acc[r][1 % chains] = (IntSums)zero_ints();
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < 8 / S::kGroups; ++n) {
+        const int q = 8 / S::kGroups * half + n;
+        if (C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
+        const Ints w = C::quad(values, q);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+            acc[r][n % chains] = multiply_quads<S::kDot>(acc[r][n % chains], unit.values[r] + 4 * q, w);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        Ints whole = (Ints)finish_quads<S::kDot>(acc[r][0]);
+        if (chains == 2) whole = add(whole, (Ints)finish_quads<S::kDot>(acc[r][1 % chains]));
+        add_products<S>(whole, broadcast(*unit.scales[r]), scale, total[r]);
+    }
+}
+
+// total += the carries of a row's group × a group of a strip
+template <class C, class S>
+[[gnu::always_inline]] inline void add_carries(const ProductRows& x, i64 unit, int half, const std::uint8_t* values,
+                                               Floats scale, Floats* total) {
+    const UnitRows carries(x.rows.integers[1], x, S::kGroups, unit);
+    const std::uint8_t quads = x.rows.quads[x.first * x.units + unit];
+    IntSums acc = broadcast_ints(carries.starts[0] + half);
+#pragma GCC unroll 8
+    for (int n = 0; n < 8 / S::kGroups; ++n) {
+        const int q = 8 / S::kGroups * half + n;
+        if (quads >> q & 1) acc = multiply_quads<S::kDot>(acc, carries.values[0] + 4 * q, C::quad(values, q));
+    }
+    add_products<S>((Ints)finish_quads<S::kDot>(acc), broadcast(*carries.scales[0]), scale, *total);
+}
+
+// c[R][64] = R rows × a strip
+template <int R, class C, class S>
+[[gnu::noinline]]
+void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const std::uint8_t* strip, FarAhead ahead, float* c) {
+    const std::uint8_t* values = layout.unit_of(strip, 0);
+    const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
+    const std::uint8_t* header = strip;
+    const WideRows wide(x, R);
+    Floats total[R], carries[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) total[r] = carries[r] = broadcast(0.0f);
+    for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
+        if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
+        if (R > 2) ahead.prefetch();
+#pragma GCC unroll 2
+        for (int half = 0; half < S::kGroups; ++half) {
+            if (S::kHasGroups && within % group_units == 0) {
+                const i64 group = S::kGroups == 2 ? 2 * within + half : within / group_units;
+                scale = layout.scales(header, group);
+                if (S::kHasMinima) minimum = layout.minima_of(header, group);
+            }
+            add_group<R, C, S>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
+            for_each_bit(wide.units[unit],
+                         [&](i64 r) { add_carries<C, S>(x.from(r), unit, half, values, scale, carries + r); });
+            if (!S::kHasMinima) continue;
+            const float* negative = x.negative(S::kGroups, unit) + half;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r)
+                total[r] = fmadd(minimum, broadcast(negative[r * x.units * S::kGroups]), total[r]);
+        }
+        if (++within < layout.block_units) continue;
+        within = 0;
+        header += layout.block_bytes;
+        values += layout.header;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, add(total[r], carries[r]));
+}
+
+// Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
+// all rows are multiplied by: 16 KB of bytes, which stay in L1 with some rows.
+constexpr i64 kUnpackedUnits = 64, kInnerUnits = 8;
+
+// Some units of a panel.
+struct Unpacked {
+    const std::uint8_t* values;  // [strip][units][quad][16][4], strips value_stride bytes apart
+    i64 value_stride;
+    const float* scales;  // [strip][kUnpackedUnits][groups][16], as minima; strips scale_stride numbers apart
+    const float* minima;
+    i64 scale_stride;
+
+    Floats scale_of(int strip, i64 place) const { return load(scales + strip * scale_stride + place); }
+    Unpacked from(i64 unit, i64 groups) const {
+        const i64 place = unit * groups * kStrip;
+        return {values + unit * 8 * 64, value_stride, scales + place, minima + place, scale_stride};
+    }
+    Unpacked from_strip(i64 strip) const {
+        return {values + strip * value_stride, value_stride, scales + strip * scale_stride, minima + strip * scale_stride,
+                scale_stride};
+    }
+};
+
+// total[R][V] += a group of R rows × a group of V strips. place: of the group in w.scales
+template <int R, int V, class S>
+[[gnu::always_inline]] inline void add_unpacked_group(const UnitRows& unit, int half,
+                                                      const Unpacked& w, const std::uint8_t* values, i64 place,
+                                                      Floats (&total)[R][V]) {
+    IntSums acc[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) acc[r][v] = broadcast_ints(unit.starts[r] + half);
+#pragma GCC unroll 1
+    for (int n = 0; n < 8 / S::kGroups; ++n) {
+        Ints numbers[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) numbers[v] = load_ints(values + v * w.value_stride + 64 * n);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v)
+                acc[r][v] = multiply_quads<S::kDot>(acc[r][v], unit.values[r] + 16 * half + 4 * n, numbers[v]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        const Floats row_scale = broadcast(*unit.scales[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v)
+            add_products<S>((Ints)finish_quads<S::kDot>(acc[r][v]), row_scale, w.scale_of(v, place), total[r][v]);
+    }
+}
+
+// c[R][16 V] += R rows × V strips, from first_unit on
+template <int R, int V, class S>
+void multiply_unpacked(const ProductRows& x, const Unpacked& w, i64 first_unit, i64 units, float* c) {
+    Floats total[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) total[r][v] = load(c + r * kPanel + v * kStrip);
+    for (i64 n = 0; n < units; ++n) {
+        const i64 unit = first_unit + n;
+#pragma GCC unroll 2
+        for (int half = 0; half < S::kGroups; ++half) {
+            const std::uint8_t* values = w.values + n * 8 * 64 + half * 4 * 64;
+            const i64 place = (n * S::kGroups + half) * kStrip;
+            add_unpacked_group<R, V, S>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, w, values, place, total);
+            if (!S::kHasMinima) continue;
+            const float* negative = x.negative(S::kGroups, unit) + half;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const Floats sum = broadcast(negative[r * x.units * S::kGroups]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v)
+                    total[r][v] = fmadd(load(w.minima + v * w.scale_stride + place), sum, total[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) store(c + r * kPanel + v * kStrip, total[r][v]);
+}
+
+template <class C>
+void unpack_values(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_unit, i64 units, std::uint8_t* values) {
+    for (i64 strip = 0; strip < kPanel / kStrip; ++strip, panel += layout.strip_bytes)
+        for (i64 n = 0; n < units; ++n) {
+            const std::uint8_t* packed = layout.unit_of(panel, first_unit + n);
+            prefetch_unit<C>(packed);
+#pragma GCC unroll 8
+            for (int q = 0; q < 8; ++q) store_ints(values + ((strip * kUnpackedUnits + n) * 8 + q) * 64, C::quad(packed, q));
+        }
+}
+
+template <class S>
+void unpack_factors(const QuantizedLayout& layout, const std::uint8_t* panel, i64 first_unit, i64 units, float* scales,
+                    float* minima) {
+    const i64 group_units = S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
+    for (i64 strip = 0; strip < kPanel / kStrip; ++strip, panel += layout.strip_bytes)
+        for (i64 n = 0; n < units; ++n) {
+            const i64 block = (first_unit + n) / layout.block_units, within = (first_unit + n) % layout.block_units;
+            const std::uint8_t* header = panel + block * layout.block_bytes;
+            for (int half = 0; half < S::kGroups; ++half) {
+                const i64 group = S::kGroups == 2 ? 2 * within + half : within / group_units;
+                const i64 place = ((strip * kUnpackedUnits + n) * S::kGroups + half) * kStrip;
+                store(scales + place, layout.scales(header, group));
+                if (S::kHasMinima) store(minima + place, layout.minima_of(header, group));
+            }
+        }
+}
+
+// c[rows][64] += rows × units of a panel
+template <class S>
+void multiply_units(const ProductRows& x, i64 rows, const Unpacked& w, i64 first_unit, i64 units, float* c) {
+    for_row_tiles<kTileByteRows>(rows, [&](i64 row, auto num_rows) {
+        const ProductRows own = x.from(row);
+        for (i64 column = 0; column < kPanel; column += kStrip * kByteVectors)
+            multiply_unpacked<decltype(num_rows)::value, kByteVectors, S>(own, w.from_strip(column / kStrip), first_unit, units,
+                                                                          c + row * kPanel + column);
+    });
+}
+
+// c[rows][64] += the rows' carries × 64 units of a panel
+template <class S> void multiply_unpacked_carries(const ProductRows& x, i64 rows, const Unpacked& w, i64 word, float* c) {
+    constexpr int strips = kPanel / kStrip;
+    for (i64 r = 0; r < rows; ++r, c += kPanel) {
+        const ProductRows own = x.from(r);
+        Floats total[strips];
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) total[v] = load(c + v * kStrip);
+        for_wide_units(x.rows, own.first, word, [&](i64 unit) {
+            const UnitRows carries(x.rows.integers[1], own, S::kGroups, unit);
+            const i64 n = unit % kUnpackedUnits;
+            const std::uint8_t quads = x.rows.quads[own.first * x.units + unit];
+#pragma GCC unroll 2
+            for (int half = 0; half < S::kGroups; ++half) {
+                IntSums acc[strips];
+#pragma GCC unroll 4
+                for (int v = 0; v < strips; ++v) acc[v] = broadcast_ints(carries.starts[0] + half);
+                for_each_bit(S::kGroups == 1 ? quads : quads & 15 << 4 * half, [&](i64 q) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < strips; ++v)
+                        acc[v] = multiply_quads<S::kDot>(acc[v], carries.values[0] + 4 * q,
+                                                         load_ints(w.values + v * w.value_stride + (n * 8 + q) * 64));
+                });
+#pragma GCC unroll 4
+                for (int v = 0; v < strips; ++v)
+                    add_products<S>((Ints)finish_quads<S::kDot>(acc[v]), broadcast(*carries.scales[0]),
+                                    w.scale_of(v, (n * S::kGroups + half) * kStrip), total[v]);
+            }
+        });
+#pragma GCC unroll 4
+        for (int v = 0; v < strips; ++v) store(c + v * kStrip, total[v]);
+    }
+}
+
+constexpr i64 kManyRows = 40;  // from here on it takes less time to unpack a panel once
+
+// c[rows][64] = many rows × a panel
+template <class C, class S>
+void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& layout, const std::uint8_t* panel, float* c) {
+    constexpr bool in_place = std::is_same_v<C, Code<8>> && !S::kHasGroups;  // values are bytes already, without headers
+    alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
+    alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
+    alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
+    alignas(64) float carries[kTilePanelRows * kPanel];
+    std::memset(c, 0, rows * kPanel * sizeof(float));
+    std::memset(carries, 0, rows * kPanel * sizeof(float));
+    for (i64 first = 0; first < layout.units; first += kUnpackedUnits) {
+        const i64 units = std::min(kUnpackedUnits, layout.units - first);
+        Unpacked weights{values, kUnpackedUnits * 8 * 64, scales, minima, kUnpackedUnits * S::kGroups * kStrip};
+        if constexpr (!in_place) unpack_values<C>(layout, panel, first, units, values);
+        else weights.values = layout.unit_of(panel, first), weights.value_stride = layout.strip_bytes;
+        if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
+        for (i64 n = 0; n < units; n += kInnerUnits)
+            multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
+        multiply_unpacked_carries<S>(x, rows, weights, first / kUnpackedUnits, carries);
+    }
+    for (i64 n = 0; n < rows * kPanel; n += kStrip) store(c + n, add(load(c + n), load(carries + n)));
+}
 
 // The groups that values of some bits have, apart from bytes, which have any: of 16 or more inputs, with or without minima.
 template <class C> constexpr bool kHasSixteens = C::kUnitBytes == unit_bytes(2) || C::kUnitBytes == unit_bytes(3) ||
