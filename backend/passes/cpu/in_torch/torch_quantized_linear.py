@@ -22,8 +22,8 @@ UNIT = 32
 _MAX_INT8 = 127.0
 _WIDE = 1.5
 """A unit is wide from this multiple of the root mean square of the units' largest magnitudes on."""
-_CARRY = 254.0
-"""The kernels' sums have two int8 for an input of a wide unit: one counts steps, the other this many."""
+_REMAINDER = 254.0
+"""A scale / this is that of the remainders, which are up to half a step."""
 _SMALLEST = 1e-30
 """Inputs whose largest magnitude is smaller become 0, so their factor is finite."""
 _BLOCK_VALUES = 1 << 22
@@ -64,15 +64,17 @@ def _dequantized_blocks(weight: SimpleWeight, step: int) -> list[Tensor]:
 def round_rows(x: Tensor, group_size: int) -> Tensor:
     """Round x [n, in] to multiples of a scale for each group: NaN if the group has a number that is not finite.
 
-    The scale of a group of UNIT that is wide is smaller than its largest magnitude / 127.
+    What rounding leaves in groups of UNIT that are wide is rounded again.
     """
     groups = functional.pad(x, (0, -x.shape[1] % group_size)).view(len(x), -1, group_size)
     top = groups.abs().amax(dim=2, keepdim=True)
-    if group_size == UNIT:
-        wide = _WIDE * top.square().mean(dim=1, keepdim=True).sqrt()
-        top = torch.where(top > wide, torch.maximum(wide, top / _CARRY), top)
     # Not 127 / top, which torch computes as 127 times a rounded 1 / top.
     factors = torch.where(top < _SMALLEST, 0.0, torch.full_like(top, _MAX_INT8).div_(top))
     scales = torch.where(top.isfinite(), top / _MAX_INT8, torch.nan)
-    rounded = (groups * factors).round() * scales
+    steps = groups * factors
+    rounded = steps.round() * scales
+    if group_size == UNIT:
+        is_wide = top > _WIDE * top.square().mean(dim=1, keepdim=True).sqrt()
+        rests = (steps - steps.round()).mul_(_REMAINDER).round_() * (scales / _REMAINDER)
+        rounded += torch.where(is_wide, rests, 0.0)
     return rounded.view(len(x), -1)[:, : x.shape[1]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 class QuantizedLinear(nn.Module):
     """The product of a linear layer by its definition, in float64.
 
-    Activations are multiples of a scale for each 32 inputs: the largest magnitude / 127, or less in the largest groups.
+    Activations are int8 with a scale for each 32 inputs; of the largest groups, what rounding leaves is int8 once more.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -24,9 +24,11 @@ class QuantizedLinear(nn.Module):
         inputs = x.shape[-1]
         groups = nn.functional.pad(x.double(), (0, -inputs % 32)).unflatten(-1, (-1, 32))
         top = groups.abs().amax(dim=-1, keepdim=True)
-        wide = 1.5 * top.square().mean(dim=-2, keepdim=True).sqrt()
-        scales = torch.where(top > wide, torch.maximum(wide, top / 254), top).clamp(min=1e-30) / 127
-        rounded = (torch.round(groups / scales) * scales).flatten(-2)[..., :inputs]
+        scales = top.clamp(min=1e-30) / 127
+        steps = torch.round(groups / scales)
+        rests = torch.round((groups / scales - steps) * 254) / 254
+        is_wide = top > 1.5 * top.square().mean(dim=-2, keepdim=True).sqrt()
+        rounded = ((steps + torch.where(is_wide, rests, 0.0)) * scales).flatten(-2)[..., :inputs]
         product = (rounded @ self.weight.T).float()
         return product if self.bias is None else product + self.bias
 

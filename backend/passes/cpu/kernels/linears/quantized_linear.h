@@ -3,7 +3,7 @@
 // output = sum over groups and units, ascending, of scale of the group × (scale of the row's unit × float(sum of int8 ×
 //          value)) - minimum × (scale of the row's unit × float(sum of int8))
 //
-// The same sum of the row's carries, without minima, is added to it. Without groups the scale of the output is multiplied
+// The same sum of the row's remainders, without minima, is added to it. Without groups the scale of the output is multiplied
 // last. Few rows are multiplied by weights where they lie; for more rows a part of a panel is unpacked once, to bytes and
 // floats. Sums and the order of additions are the same.
 
@@ -54,7 +54,7 @@ struct FarAhead {
     }
 };
 
-// Which rows of a tile have carries in each unit, as bits.
+// Which rows of a tile have remainders in each unit, as bits.
 struct WideRows {
     std::uint8_t units[kMaxUnits];
     static_assert(kMaxByteRows <= 8);
@@ -76,7 +76,7 @@ template <class T> struct Strided {
     }
 };
 
-// The values of a unit, or its carries.
+// The values of a unit, or its remainders.
 struct UnitRows {
     Strided<std::int8_t> values;
     Strided<std::int32_t> starts;
@@ -88,13 +88,8 @@ struct UnitRows {
           scales(rows.scales.data() + x.first * x.units + unit, x.units) {}
 };
 
-template <class S> [[gnu::always_inline]] inline void add_products(Ints sums, Floats row_scale, Floats scale, Floats& total) {
-    const Floats sum = to_floats(sums);
-    total = S::kHasGroups ? fmadd(mul(sum, row_scale), scale, total) : fmadd(sum, row_scale, total);
-}
-
 // total[R] += a group of R rows × a group of a strip
-template <int R, class C, class S>
+template <int R, class C, class S, bool prefetches>
 [[gnu::always_inline]] inline void add_group(const UnitRows& unit, int half, const std::uint8_t* values, Floats scale,
                                              Floats* total) {
     constexpr int chains = R == 1 ? 2 : 1;  // of additions: one would take as long as its latency
@@ -107,7 +102,7 @@ template <int R, class C, class S>
 #pragma GCC unroll 8
     for (int n = 0; n < 8 / S::kGroups; ++n) {
         const int q = 8 / S::kGroups * half + n;
-        if (C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
+        if (prefetches && C::kUnitBytes > 64 * q) __builtin_prefetch(values + 64 * q + kPrefetchBytes);
         const Ints w = C::quad(values, q);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
@@ -117,23 +112,9 @@ template <int R, class C, class S>
     for (int r = 0; r < R; ++r) {
         Ints whole = (Ints)finish_quads<S::kDot>(acc[r][0]);
         if (chains == 2) whole = add(whole, (Ints)finish_quads<S::kDot>(acc[r][1 % chains]));
-        add_products<S>(whole, broadcast(*unit.scales[r]), scale, total[r]);
+        const Floats sum = to_floats(whole), row_scale = broadcast(*unit.scales[r]);
+        total[r] = S::kHasGroups ? fmadd(mul(sum, row_scale), scale, total[r]) : fmadd(sum, row_scale, total[r]);
     }
-}
-
-// total += the carries of a row's group × a group of a strip
-template <class C, class S>
-[[gnu::always_inline]] inline void add_carries(const ProductRows& x, i64 unit, int half, const std::uint8_t* values,
-                                               Floats scale, Floats* total) {
-    const UnitRows carries(x.rows.integers[1], x, S::kGroups, unit);
-    const std::uint8_t quads = x.rows.quads[x.first * x.units + unit];
-    IntSums acc = broadcast_ints(carries.starts[0] + half);
-#pragma GCC unroll 8
-    for (int n = 0; n < 8 / S::kGroups; ++n) {
-        const int q = 8 / S::kGroups * half + n;
-        if (quads >> q & 1) acc = multiply_quads<S::kDot>(acc, carries.values[0] + 4 * q, C::quad(values, q));
-    }
-    add_products<S>((Ints)finish_quads<S::kDot>(acc), broadcast(*carries.scales[0]), scale, *total);
 }
 
 // c[R][64] = R rows × a strip
@@ -144,9 +125,9 @@ void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const s
     const i64 group_units = S::kHasGroups && S::kGroups == 1 ? layout.packing.group_size / kUnit : 1;
     const std::uint8_t* header = strip;
     const WideRows wide(x, R);
-    Floats total[R], carries[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
+    Floats total[R], remainders[R], scale = broadcast(1.0f), minimum = broadcast(0.0f);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) total[r] = carries[r] = broadcast(0.0f);
+    for (int r = 0; r < R; ++r) total[r] = remainders[r] = broadcast(0.0f);
     for (i64 unit = 0, within = 0; unit < layout.units; ++unit, values += C::kUnitBytes) {
         if (within == 0) __builtin_prefetch(header + kPrefetchBytes);
         if (R > 2) ahead.prefetch();
@@ -157,9 +138,11 @@ void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const s
                 scale = layout.scales(header, group);
                 if (S::kHasMinima) minimum = layout.minima_of(header, group);
             }
-            add_group<R, C, S>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
-            for_each_bit(wide.units[unit],
-                         [&](i64 r) { add_carries<C, S>(x.from(r), unit, half, values, scale, carries + r); });
+            add_group<R, C, S, true>(UnitRows(x.rows.integers[0], x, S::kGroups, unit), half, values, scale, total);
+            for_each_bit(wide.units[unit], [&](i64 r) {
+                add_group<1, C, S, false>(UnitRows(x.rows.integers[1], x.from(r), S::kGroups, unit), half, values, scale,
+                                          remainders + r);
+            });
             if (!S::kHasMinima) continue;
             const float* negative = x.negative(S::kGroups, unit) + half;
 #pragma GCC unroll 16
@@ -172,7 +155,7 @@ void multiply_strip(const ProductRows& x, const QuantizedLayout& layout, const s
         values += layout.header;
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) store(c + r * kPanel, add(total[r], carries[r]));
+    for (int r = 0; r < R; ++r) store(c + r * kPanel, add(total[r], remainders[r]));
 }
 
 // Units of a panel that are unpacked together, strip by strip, so that memory is read as a stream; and units of these that
@@ -187,7 +170,6 @@ struct Unpacked {
     const float* minima;
     i64 scale_stride;
 
-    Floats scale_of(int strip, i64 place) const { return load(scales + strip * scale_stride + place); }
     Unpacked from(i64 unit, i64 groups) const {
         const i64 place = unit * groups * kStrip;
         return {values + unit * 8 * 64, value_stride, scales + place, minima + place, scale_stride};
@@ -223,8 +205,11 @@ template <int R, int V, class S>
     for (int r = 0; r < R; ++r) {
         const Floats row_scale = broadcast(*unit.scales[r]);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; ++v)
-            add_products<S>((Ints)finish_quads<S::kDot>(acc[r][v]), row_scale, w.scale_of(v, place), total[r][v]);
+        for (int v = 0; v < V; ++v) {
+            const Floats sum = to_floats(finish_quads<S::kDot>(acc[r][v]));
+            total[r][v] = S::kHasGroups ? fmadd(mul(sum, row_scale), load(w.scales + v * w.scale_stride + place), total[r][v])
+                                        : fmadd(sum, row_scale, total[r][v]);
+        }
     }
 }
 
@@ -299,37 +284,24 @@ void multiply_units(const ProductRows& x, i64 rows, const Unpacked& w, i64 first
     });
 }
 
-// c[rows][64] += the rows' carries × 64 units of a panel
-template <class S> void multiply_unpacked_carries(const ProductRows& x, i64 rows, const Unpacked& w, i64 word, float* c) {
+// c[rows][64] += the rows' remainders × 64 units of a panel
+template <class S> void multiply_unpacked_remainders(const ProductRows& x, i64 rows, const Unpacked& w, i64 word, float* c) {
     constexpr int strips = kPanel / kStrip;
     for (i64 r = 0; r < rows; ++r, c += kPanel) {
         const ProductRows own = x.from(r);
-        Floats total[strips];
+        Floats total[1][strips];
 #pragma GCC unroll 4
-        for (int v = 0; v < strips; ++v) total[v] = load(c + v * kStrip);
+        for (int v = 0; v < strips; ++v) total[0][v] = load(c + v * kStrip);
         for_wide_units(x.rows, own.first, word, [&](i64 unit) {
-            const UnitRows carries(x.rows.integers[1], own, S::kGroups, unit);
+            const UnitRows fine(x.rows.integers[1], own, S::kGroups, unit);
             const i64 n = unit % kUnpackedUnits;
-            const std::uint8_t quads = x.rows.quads[own.first * x.units + unit];
 #pragma GCC unroll 2
-            for (int half = 0; half < S::kGroups; ++half) {
-                IntSums acc[strips];
-#pragma GCC unroll 4
-                for (int v = 0; v < strips; ++v) acc[v] = broadcast_ints(carries.starts[0] + half);
-                for_each_bit(S::kGroups == 1 ? quads : quads & 15 << 4 * half, [&](i64 q) {
-#pragma GCC unroll 4
-                    for (int v = 0; v < strips; ++v)
-                        acc[v] = multiply_quads<S::kDot>(acc[v], carries.values[0] + 4 * q,
-                                                         load_ints(w.values + v * w.value_stride + (n * 8 + q) * 64));
-                });
-#pragma GCC unroll 4
-                for (int v = 0; v < strips; ++v)
-                    add_products<S>((Ints)finish_quads<S::kDot>(acc[v]), broadcast(*carries.scales[0]),
-                                    w.scale_of(v, (n * S::kGroups + half) * kStrip), total[v]);
-            }
+            for (int half = 0; half < S::kGroups; ++half)
+                add_unpacked_group<1, strips, S>(fine, half, w, w.values + n * 8 * 64 + half * 4 * 64,
+                                                 (n * S::kGroups + half) * kStrip, total);
         });
 #pragma GCC unroll 4
-        for (int v = 0; v < strips; ++v) store(c + v * kStrip, total[v]);
+        for (int v = 0; v < strips; ++v) store(c + v * kStrip, total[0][v]);
     }
 }
 
@@ -342,9 +314,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
     alignas(64) std::uint8_t values[in_place ? 1 : kPanel * kUnpackedUnits * kUnit];
     alignas(64) float scales[S::kHasGroups ? kPanel * kUnpackedUnits * S::kGroups : 1];
     alignas(64) float minima[S::kHasMinima ? kPanel * kUnpackedUnits * S::kGroups : 1];
-    alignas(64) float carries[kTilePanelRows * kPanel];
+    alignas(64) float remainders[kTilePanelRows * kPanel];
     std::memset(c, 0, rows * kPanel * sizeof(float));
-    std::memset(carries, 0, rows * kPanel * sizeof(float));
+    std::memset(remainders, 0, rows * kPanel * sizeof(float));
     for (i64 first = 0; first < layout.units; first += kUnpackedUnits) {
         const i64 units = std::min(kUnpackedUnits, layout.units - first);
         Unpacked weights{values, kUnpackedUnits * 8 * 64, scales, minima, kUnpackedUnits * S::kGroups * kStrip};
@@ -353,9 +325,9 @@ void multiply_many_rows(const ProductRows& x, i64 rows, const QuantizedLayout& l
         if constexpr (S::kHasGroups) unpack_factors<S>(layout, panel, first, units, scales, minima);
         for (i64 n = 0; n < units; n += kInnerUnits)
             multiply_units<S>(x, rows, weights.from(n, S::kGroups), first + n, std::min(kInnerUnits, units - n), c);
-        multiply_unpacked_carries<S>(x, rows, weights, first / kUnpackedUnits, carries);
+        multiply_unpacked_remainders<S>(x, rows, weights, first / kUnpackedUnits, remainders);
     }
-    for (i64 n = 0; n < rows * kPanel; n += kStrip) store(c + n, add(load(c + n), load(carries + n)));
+    for (i64 n = 0; n < rows * kPanel; n += kStrip) store(c + n, add(load(c + n), load(remainders + n)));
 }
 
 // The groups that values of some bits have, apart from bytes, which have any: of 16 or more inputs, with or without minima.

@@ -1,9 +1,8 @@
 // Activations in int8, with one scale for each unit of 32 inputs.
 //
-// A scale is the unit's largest magnitude / 127. A few inputs of real models are far larger than the rest, and with such a
-// scale all of their unit would be coarse. So the scale of a unit that is large beside the row's other units is smaller, and
-// its inputs beyond 127 steps have a carry: input = scale × (value + 254 × carry). Few quads have carries, so only these are
-// multiplied. A linear that scales whole rows has one scale for all units and no carries.
+// A scale is the unit's largest magnitude / 127. Where that is large beside the row's other units, what rounding leaves is
+// rounded to int8 again: a few inputs of real models are far larger than the rest, and with them all of their unit would
+// be coarse. A linear that scales whole rows has one scale for all units and no remainders.
 //
 // Sums of integers are exact, so a row's result is the same bits in any batch and with any instructions. A unit with a
 // number that is not finite has the scale NaN, and so have all outputs of its row.
@@ -21,8 +20,8 @@ constexpr i64 kSixteen = 16;  // inputs of the smallest groups
 
 inline i64 padded_inputs(const Linear& linear) { return (linear.inputs + 63) / 64 * 64; }
 
-constexpr float kWide = 1.5f;     // a unit is wide from this multiple of the root mean square of the units' largest on
-constexpr float kCarry = 254.0f;  // steps that a carry stands for
+constexpr float kWide = 1.5f;        // a unit is wide from this multiple of the root mean square of the units' largest on
+constexpr float kRemainder = 254.0f;  // a scale / this is that of the remainders, which are up to half a step
 
 template <class T> float largest_of(const T* x, i64 count) {
     Ints top_bits = zero_ints();
@@ -30,34 +29,18 @@ template <class T> float largest_of(const T* x, i64 count) {
     return largest_magnitude(top_bits);
 }
 
-// x[0 … count) → 32 values, of which zeros are the last, and carries unless they are null. top: 127 steps.
-template <class T> void round_unit(const T* x, i64 count, float top, std::int8_t* values, std::int8_t* carries) {
+// x[0 … count) → 32 values, of which zeros are the last, and remainders unless they are null.
+template <class T> void round_unit(const T* x, i64 count, float top, std::int8_t* values, std::int8_t* remainders) {
     if (!(top >= 1e-30f)) {
         std::memset(values, 0, kUnit);
         return;
     }
     const Floats factor = broadcast(127.0f / top);
     for (i64 k = 0; k < kUnit; k += 16) {
-        Floats steps = k < count ? mul(load(x + k, count - k), factor) : broadcast(0.0f);
-        if (carries) {
-            steps = round_to_even(steps);
-            const Floats carry = round_to_even(mul(steps, broadcast(1.0f / kCarry)));
-            store_bytes(carries + k, carry);
-            steps = fmadd(carry, broadcast(-kCarry), steps);
-        }
+        const Floats steps = k < count ? mul(load(x + k, count - k), factor) : broadcast(0.0f);
         store_bytes(values + k, steps);
+        if (remainders) store_bytes(remainders + k, mul(sub(steps, round_to_even(steps)), broadcast(kRemainder)));
     }
-}
-
-// The quads of a unit that have carries, as bits.
-inline std::uint8_t quads_with_carries(const std::int8_t* carries) {
-    std::uint8_t bits = 0;
-    for (i64 q = 0; q < kUnit / 4; ++q) {
-        std::int32_t quad;
-        std::memcpy(&quad, carries + 4 * q, 4);
-        bits |= (quad != 0) << q;
-    }
-    return bits;
 }
 
 inline i64 wide_words(const QuantizedRows& rows) { return (rows.integers[0].inputs / kUnit + 63) / 64; }
@@ -70,9 +53,9 @@ inline void sum_sixteens(IntegerRows& rows, i64 r, i64 unit) {
 }
 
 template <class T> void quantize_row(const T* x, i64 inputs, bool whole_rows, QuantizedRows& out, i64 r) {
-    IntegerRows &values = out.integers[0], &carries = out.integers[1];
-    const i64 units = values.inputs / kUnit;
-    float* tops = values.scales.data() + r * units;
+    IntegerRows &coarse = out.integers[0], &fine = out.integers[1];
+    const i64 units = coarse.inputs / kUnit;
+    float* tops = coarse.scales.data() + r * units;
     std::uint64_t* wide_bits = out.wide.data() + r * wide_words(out);
     std::fill_n(wide_bits, wide_words(out), 0);
     float squares = 0.0f;
@@ -86,14 +69,12 @@ template <class T> void quantize_row(const T* x, i64 inputs, bool whole_rows, Qu
     for (i64 u = 0; u < units; ++u) {
         const i64 k = u * kUnit;
         const bool is_wide = tops[u] > wide;
-        if (is_wide) tops[u] = std::max(wide, tops[u] / kCarry);
-        round_unit(x + k, inputs - k, tops[u], values.row(r) + k, is_wide ? carries.row(r) + k : nullptr);
+        round_unit(x + k, inputs - k, tops[u], coarse.row(r) + k, is_wide ? fine.row(r) + k : nullptr);
         tops[u] /= 127.0f;
-        sum_sixteens(values, r, u);
+        sum_sixteens(coarse, r, u);
         if (!is_wide) continue;
-        carries.scales[r * units + u] = tops[u] * kCarry;
-        sum_sixteens(carries, r, u);
-        out.quads[r * units + u] = quads_with_carries(carries.row(r) + k);
+        fine.scales[r * units + u] = tops[u] / kRemainder;
+        sum_sixteens(fine, r, u);
         wide_bits[u / 64] |= std::uint64_t(1) << u % 64;
     }
 }
@@ -102,7 +83,7 @@ template <class F> [[gnu::always_inline]] inline void for_each_bit(std::uint64_t
     for (; bits; bits &= bits - 1) body(i64(__builtin_ctzll(bits)));
 }
 
-// Calls body(unit) for the units of a row that have carries, among the 64 of a word, or among all.
+// Calls body(unit) for the units of a row that have remainders, among the 64 of a word, or among all.
 template <class F>
 [[gnu::always_inline]] inline void for_wide_units(const QuantizedRows& rows, i64 r, i64 word, const F& body) {
     for_each_bit(rows.wide[r * wide_words(rows) + word], [&](i64 bit) { body(word * 64 + bit); });
@@ -125,7 +106,6 @@ template <class T> void quantize_rows(Engine& engine, const T* x, i64 rows, cons
         grow(each.sixteens, rows * each.inputs / kSixteen * 2);
     }
     grow(out.wide, rows * wide_words(out));
-    grow(out.quads, rows * out.integers[0].inputs / kUnit);
     // Few rows are quantised by the calling thread: waking the others would take longer.
     engine.split(rows, std::max<i64>(1, 32768 / linear.inputs), [&](i64 first, i64 last, int) {
         for (i64 r = first; r < last; ++r)

@@ -221,9 +221,8 @@ struct IntegerRows {
 };
 
 struct QuantizedRows {
-    IntegerRows integers[2];  // values and carries
-    std::vector<std::uint64_t> wide;  // [rows][inputs / 2048]: a bit for each unit of 32 inputs that has carries
-    std::vector<std::uint8_t> quads;  // [rows][inputs / 32]: a bit for each quad of such a unit that has carries
+    IntegerRows integers[2];  // values and remainders
+    std::vector<std::uint64_t> wide;  // [rows][inputs / 2048]: a bit for each unit of 32 inputs that has remainders
     std::vector<float> negative[kMaxWeightParts];  // [rows][groups]: the negative sum of the numbers, for minima
 };
 
