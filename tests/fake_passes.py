@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,8 +38,8 @@ class StatefulFakePass(FakePass):
     It samples the same tokens, if each token is added exactly once.
     """
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
-        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters)
+    def __init__(self, vocab_size: int, max_running: int, *others: Any) -> None:
+        super().__init__(vocab_size, max_running, *others)
         self._states = np.zeros(max_running, np.uint64)
         self.spec = _with_state(self.spec)
 
@@ -74,8 +74,8 @@ class WindowedFakePass(FakePass):
     WINDOW_TOKENS = 6
     KV_WINDOWS: tuple[int | None, ...] = (WINDOW_TOKENS,)
 
-    def __init__(self, vocab_size: int, max_running: int, host_kv_bytes: int = 0, num_adapters: int = 0) -> None:
-        super().__init__(vocab_size, max_running, host_kv_bytes, num_adapters)
+    def __init__(self, vocab_size: int, max_running: int, *others: Any) -> None:
+        super().__init__(vocab_size, max_running, *others)
         self.spec = _with_windows(self.spec, self.KV_WINDOWS)
 
     @classmethod

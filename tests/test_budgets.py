@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 93_970
+MAX_PRODUCT_LINES = 93_990
 MAX_LABORATORY_LINES = 19_540
-MAX_DOC_WORDS = 77_780
+MAX_DOC_WORDS = 77_800
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
@@ -30,14 +30,14 @@ MAX_LINES = {
     "frontend/formats": 1_390,
     "frontend/generation": 3_620,
     "frontend/parsing": 3_410,
-    "frontend/pictures": 940,
+    "frontend/pictures": 950,
     "frontend/schemas": 3_400,
     "frontend/telemetry": 690,
     "frontend/text": 2_110,
     "frontend/transport": 2_470,
     "penstock": 230,
     "penstock/commands": 3_180,
-    "penstock/process": 1_770,
+    "penstock/process": 1_790,
     "penstock/serve": 3_590,
     "shm": 10,
     "shm/buffers": 1_370,
@@ -56,7 +56,7 @@ MAX_LINES = {
 }
 """Lines of Python of each package, with those below it."""
 
-WIDE_PACKAGES: dict[str, str] = {}
+WIDE_PACKAGES = {"penstock/process": "children that exchange messages are apart, because others need no msgspec"}
 """Packages of more than MAX_MODULES modules, and why."""
 
 SMALL_PACKAGES = {

@@ -22,7 +22,7 @@ from penstock.backend.structured_output.compile_messages import (
     CompilerSetup,
 )
 from penstock.backend.structured_output.grammar_costs import BadGrammar, error_of, one_line
-from penstock.process.children import ChannelClosed, begin_child, limit, receive, send
+from penstock.process.risky_children import ChannelClosed, begin_child, limit, receive, send
 from penstock.shm.messages import Grammar
 
 _STACK_BYTES = 8 << 20

@@ -17,7 +17,7 @@ from penstock.backend.structured_output.compile_messages import (
     CompilerSetup,
 )
 from penstock.backend.structured_output.grammar_costs import BadGrammar
-from penstock.process.children import ChannelClosed, receive, send, start_child
+from penstock.process.risky_children import ChannelClosed, receive, send, start_child
 from penstock.process.supervisor import describe_end
 from penstock.shm.messages import Grammar
 

@@ -28,7 +28,8 @@ from penstock.frontend.pictures.messages import (
     PictureJob,
     PictureResult,
 )
-from penstock.process.children import ChannelClosed, begin_child, limit, receive_with_fds, send, stop_with_parent
+from penstock.process.children import stop_with_parent
+from penstock.process.risky_children import ChannelClosed, begin_child, limit, receive_with_fds, send
 from penstock.shm.messages import picture_digest
 
 _NICE = 5

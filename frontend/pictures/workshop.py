@@ -31,7 +31,7 @@ from penstock.frontend.pictures.messages import (
 )
 from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, retry_later
 from penstock.process.admission import TenantPlaces
-from penstock.process.children import ChannelClosed, decode, send, start_child
+from penstock.process.risky_children import ChannelClosed, decode, send, start_child
 from penstock.process.supervisor import describe_end
 
 if TYPE_CHECKING:
