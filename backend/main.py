@@ -362,7 +362,7 @@ def _create_compiler(model_dir: Path, card: ModelCard, timeout_s: float) -> Gram
 def _engine_limits(
     options: BackendOptions, card: ModelCard, spec: PassSpec, adapters: AdapterSet, tower: TowerThread | None
 ) -> EngineLimits:
-    max_open = HARD_BOUND * options.max_waiting + 16 * options.max_running
+    max_open = HARD_BOUND * options.max_waiting + 16 * options.num_running()
     return EngineLimits(
         *(card.vocab_size, card.max_context_tokens, options.max_waiting),
         max_open=max_open,

@@ -33,6 +33,7 @@ def _convert_sampling(_type: Any, tokens: Sequence[Token]) -> str:
 ANY_NAME = "*"
 MIN_RECORDER_BYTES = 1_000_000
 MAX_RECORDER_BYTES = 4_000_000_000
+_NUM_RUNNING = 64
 _CPU_STEP_TOKENS = 192
 _CPU_WHOLE_STEP_TOKENS = 512
 """Tokens of a step of a pass without a KV cache: no stream waits for the step's end."""
@@ -141,9 +142,9 @@ class BackendOptions:
     computes an input whole, and a longer one in a step of its own. Default: 192 on the CPU, 512 of an encoder; on a
     GPU 2048, or what was measured for it."""
 
-    max_running: SmallCount = 64
+    max_running: SmallCount | None = None
     """Sequences that run at once; further ones wait. A step of an encoder has more if its tokens are eight times as
-    many."""
+    many. Default: 64, or less if their states would take more than half of the KV budget."""
 
     embedding_cache: ByteSize = 0
     """Memory for vectors of earlier inputs, such as 1GB: an equal input is then not computed again. The least recently
@@ -264,15 +265,23 @@ class BackendOptions:
     def page_tokens(self, default: int = PAGE_TOKENS) -> int:
         return default if self.page_size is None else self.page_size
 
+    def num_running(self, budget_bytes: int | None = None, state_bytes: int = 0) -> int:
+        """--max-running, or its default if a sequence has a state of so many bytes within a KV budget."""
+        if self.max_running is not None:
+            return self.max_running
+        if budget_bytes is None or not state_bytes:
+            return _NUM_RUNNING
+        return min(_NUM_RUNNING, max(1, budget_bytes // 2 // state_bytes))
+
     def step_tokens(self, device: str, *, has_cache: bool = True, gpu_tokens: int = GPU_STEP_TOKENS) -> int:
         """--max-batch-tokens, or its default for the device and for a pass with or without a KV cache; gpu_tokens on a
         GPU. Raises StartupError if it is less than --max-running."""
         cpu_default = _CPU_STEP_TOKENS if has_cache else _CPU_WHOLE_STEP_TOKENS
         default = cpu_default if device == "cpu" else gpu_tokens
         num_tokens = default if self.max_batch_tokens is None else self.max_batch_tokens
-        if num_tokens < self.max_running:
+        if num_tokens < self.num_running():
             raise StartupError(
-                f"--max-batch-tokens is {num_tokens}; --max-running is {self.max_running}, and each running sequence "
+                f"--max-batch-tokens is {num_tokens}; --max-running is {self.num_running()}, and each running sequence "
                 "takes a token of every step: raise --max-batch-tokens or lower --max-running"
             )
         return num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
@@ -51,7 +52,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
     return PassOptions(
         device,
         options.dtype,
-        options.max_running,
+        options.num_running(),
         _step_tokens(options, device),
         options.max_context,
         options.deterministic,
@@ -128,6 +129,9 @@ def describe_pass(
             max_batch_tokens=max(step_tokens, longest),
         )
         spec = pass_class.describe(config_dir, settings)
+    elif (num_running := _num_running(options, spec, settings.device)) < settings.max_running:
+        settings = replace(settings, max_running=num_running)
+        spec = pass_class.describe(config_dir, settings)
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))
     if options.lora_dir is not None:
@@ -160,11 +164,20 @@ def plan_memory(
     return plan_whole(spec, options.max_context, step_tokens, settings.max_running)
 
 
+def _kv_budget(options: BackendOptions, device: str) -> int | Literal["auto"]:
+    if options.kv_budget is not None:
+        return options.kv_budget
+    return CPU_BUDGET_BYTES if device == "cpu" else "auto"
+
+
+def _num_running(options: BackendOptions, spec: PassSpec, device: str) -> int:
+    budget = _kv_budget(options, device)
+    return options.num_running(None if budget == "auto" else budget, spec.state_bytes_per_sequence)
+
+
 def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: MemoryInfo) -> KvPlan:
     """Raises StartupError if the budget cannot hold what the options ask for."""
-    budget = options.kv_budget
-    if budget is None:
-        budget = CPU_BUDGET_BYTES if device == "cpu" else "auto"
+    budget = _kv_budget(options, device)
     choices, _ = adopted_choices(device)
     groups = KvGroups.of(
         options.page_tokens(choices.page_size_tokens),
@@ -179,7 +192,7 @@ def plan_cache(options: BackendOptions, spec: PassSpec, device: str, memory: Mem
         kv_dtype=options.kv_dtype,
         groups=groups,
         max_context_tokens=options.max_context,
-        max_running=options.max_running,
+        max_running=_num_running(options, spec, device),
     )
 
 

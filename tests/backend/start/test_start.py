@@ -327,6 +327,15 @@ def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def test_by_default_states_take_at_most_half_of_the_budget() -> None:
+    spec = PassSpec(100, 1000, {"bf16": 10}, state_bytes_per_sequence=50_000_000)
+    memory = MemoryInfo(0, 0, "")
+    assert plan_cache(BackendOptions(), spec, "cpu", memory).max_running == 20
+    assert plan_cache(BackendOptions(kv_budget=50_000_000 * 200), spec, "cpu", memory).max_running == 64
+    with pytest.raises(StartupError, match=r"the state of --max-running 64 sequences takes 3\.20 GB"):
+        plan_cache(BackendOptions(max_running=64), spec, "cpu", memory)
+
+
 def test_plan_over_total_memory_is_refused_and_over_free_memory_warns(caplog: pytest.LogCaptureFixture) -> None:
     spec = PassSpec(100, 1 << 24, {"bf16": 1000}, weight_bytes=3 * GB, workspace_bytes=GB)
     plan = plan_cache(BackendOptions(kv_budget=4 * GB), spec, "cpu", MemoryInfo(0, 0, ""))

@@ -94,9 +94,9 @@ def interference(
 ) -> int:
     with measurement_run(report.json) as run:
         step_tokens = server.step_tokens(choose_device(server.gpu))
-        if min(server.max_running, step_tokens) <= NUM_STREAMS:
+        if min(server.num_running(), step_tokens) <= NUM_STREAMS:
             raise BenchError(
-                f"--max-running is {server.max_running} and --max-batch-tokens {step_tokens}; both must be above the "
+                f"--max-running is {server.num_running()} and --max-batch-tokens {step_tokens}; both must be above the "
                 f"{NUM_STREAMS} streams that run in this measurement"
             )
         with run.server(server) as own:
