@@ -38,6 +38,20 @@ Result = TypeVar("Result")
 _BODY_TIMEOUT_S = 30.0
 _UNUSABLE_RETRY_S = 60
 _JSON_TYPES = (b"application/json", b"text/json")
+_TAKE_PICTURES = (
+    "/chat/completions",
+    "/responses",
+    "/input_tokens",
+    "/messages",
+    "/count_tokens",
+    "/chat",
+    "/generate",
+    "/tokenize",
+    "/apply-template",
+    "/quote",
+    "/invocations",
+)
+"""The ends of the paths whose bodies may hold pictures; the others hold text, which has a smaller limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +143,9 @@ class EndpointContext:
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""
         served = (keeper.current for keeper in self.models.keepers)
-        has_pictures = any(each is not None and each.takes_pictures for each in served)
+        has_pictures = exchange.path.endswith(_TAKE_PICTURES) and any(
+            each is not None and each.takes_pictures for each in served
+        )
         max_bytes = self.limits.body_limit(has_pictures=has_pictures)
         data = await exchange.read_body(max_bytes=max_bytes, timeout_s=_BODY_TIMEOUT_S)
         return data.removeprefix(codecs.BOM_UTF8)

@@ -91,6 +91,9 @@ def _work(job: PictureJob, memory: int, channel: socket.socket) -> None:
         signal.signal(number, signal.SIG_DFL)  # ends the process
     fcntl.fcntl(channel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(channel, fcntl.F_SETFL, os.O_ASYNC)  # SIGIO when the other end closes
+    with contextlib.suppress(BlockingIOError):
+        if not channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+            return  # it closed before the line above: no signal comes
     signal.setitimer(signal.ITIMER_PROF, job.cpu_time_s)
     limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
     try:
@@ -127,6 +130,7 @@ def main(arguments: list[str]) -> None:
         with socket.socket(fileno=result_fd) as result:
             if os.fork() == 0:
                 try:
+                    channel.close()  # the jobs of others
                     _work(job, memory, result)
                 finally:
                     os._exit(0)

@@ -20,7 +20,9 @@ from penstock.shm.messages import MAX_PICTURES, ModelCard, Picture, picture_toke
 
 logger = logging.getLogger("penstock.pictures")
 
-_ANY_TYPE = ("", "application/octet-stream")
+_MAX_LARGEST = 16
+"""Pictures of the largest size that one request may have."""
+_ANY_TYPE = ("", "application/octet-stream", "binary/octet-stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,11 @@ class PictureReader:
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [task.result() for task in reading]
+        pictures = [task.result() for task in reading]
+        num_bytes, max_bytes = sum(len(each.pixels) for each in pictures), _MAX_LARGEST * self._card.max_picture_bytes
+        if num_bytes > max_bytes:
+            invalid("messages", f"the pictures have {num_bytes} bytes of pixels; the limit of a request is {max_bytes}")
+        return pictures
 
     async def _read(self, path: str, url: str, tenant: bytes, *, is_alone: bool) -> ProcessedPicture:
         with self._workshop.place(path, tenant):

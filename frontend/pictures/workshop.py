@@ -142,9 +142,9 @@ class PictureWorkshop:
     async def _result(self, picture: EncodedPicture, job: PictureJob) -> tuple[PictureResult, _Memory]:
         reason = ""
         for _ in range(_MAX_ATTEMPTS):
-            memory = _Memory()
-            await asyncio.to_thread(memory.write, picture.data)
             try:
+                memory = _Memory()
+                await asyncio.to_thread(memory.write, picture.data)
                 child, channel = self._living_child()
                 if self._is_ready is not None:
                     await asyncio.shield(self._is_ready)

@@ -88,10 +88,15 @@ class Outbox:
         if self._aside and not self._lacks_room(session, self._aside[0]):
             self._items.appendleft(self._aside.popleft())
             return True
-        while self._items and not isinstance(item := self._items[0], tuple) and self._lacks_room(session, item):
+        while self._items and not isinstance(item := self._items[0], tuple) and self._must_wait(session, item):
             self._aside.append(item)
             self._items.popleft()
         return bool(self._items)
+
+    def _must_wait(self, session: Session, stream: OpenStream) -> bool:
+        """Whether a stream has no room, or others with pictures wait already: small ones could pass them for ever."""
+        lacks_room = self._lacks_room(session, stream)
+        return lacks_room or bool(self._aside and stream.pixels and stream.finish is Finish.NONE)
 
     def _lacks_room(self, session: Session, stream: OpenStream) -> bool:
         if (

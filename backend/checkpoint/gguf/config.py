@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.config.architectures.hf_config import MAX_LAYERS
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.gemma4 import gemma4_settings, proportional_rope
 from penstock.backend.errors import StartupError
@@ -184,6 +185,8 @@ def make_config(
     architecture = _architecture(metadata)
     heads, context = metadata.required("attention.head_count"), metadata.required("context_length")
     hidden, layers = metadata.required("embedding_length"), metadata.required("block_count")
+    if not 1 <= layers <= MAX_LAYERS:
+        raise StartupError(f"block_count is {layers}; it is from 1 to {MAX_LAYERS}")
     if _MTP_LAYERS in architecture.keys:
         layers -= metadata.own(_MTP_LAYERS, int) or 0
     embedding = tensors[EMBEDDING]

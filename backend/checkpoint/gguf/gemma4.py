@@ -60,6 +60,6 @@ def gemma4_settings(
 def proportional_rope(factors: tuple[float, ...]) -> dict[str, Any]:
     """Settings of the rotary embedding in which the first dimensions alone turn. Raises StartupError."""
     turned = factors.count(1.0)
-    if factors[:turned] != (1.0,) * turned or min(factors[turned:], default=_NEVER) < _NEVER:
+    if not factors or factors[:turned] != (1.0,) * turned or min(factors[turned:], default=_NEVER) < _NEVER:
         raise StartupError(f"tensor rope_freqs.weight is {shorten(list(factors))}; expected ones, then {_NEVER:g}")
     return {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}}

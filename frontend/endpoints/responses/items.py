@@ -276,11 +276,13 @@ def _response_format(body: ResponsesBody) -> ResponseFormat | None:
 async def fitted(body: ChatBody, served: ServedModel, tenant: bytes) -> ChatBody:
     """Return the chat with as many of its last turns as leave space for the answer, and at least one turn.
 
-    Instructions stay. A turn begins with a user message, so that no call is separated from its result. Raises ApiError.
+    Instructions stay. A turn begins with a user message, so that no call is separated from its result; one behind a
+    result has the result's pictures. Raises ApiError.
     """
     num_fixed = 1 if body.messages[0].role in ("system", "developer") else 0
     rest = body.messages[num_fixed:]
-    cuts = [0, *(position for position, message in enumerate(rest) if position and message.role == "user")]
+    roles = [message.role for message in rest]
+    cuts = [0, *(n for n in range(1, len(rest)) if roles[n] == "user" and roles[n - 1] != "tool")]
     max_prompt_tokens = served.card.max_context_tokens - (body.max_completion_tokens or 1)
 
     def without(num_dropped: int) -> ChatBody:

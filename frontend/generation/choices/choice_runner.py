@@ -100,7 +100,7 @@ class ChoiceRunner:
                     await self._pass_on(choice, piece, emit)
                     if choice.finish_reason is not None:
                         return
-                if format_delta is not None and self._exchange.started:
+                if format_delta is not None and choice.num_tokens and self._exchange.started:
                     choice.stream.receive = partial(self._send_text, choice, format_delta)
         except BackendUnavailable:
             raise backend_unavailable(self._backend.retry_after_s) from None

@@ -73,6 +73,8 @@ class OpenStreams:
             # The backend never received the request, so it cannot return the buffers.
             for ref in stream.loans:
                 self.buffers.take_back(ref.index, ref.generation)
+        if stream.pixels:
+            stream.pixels = ()  # the outbox may keep the stream for a while
         self._counters.count_finish(finish, len(self._streams))
         stream.end(finish)
 

@@ -26,6 +26,12 @@ from penstock.frontend.transport.errors import ApiError
         ("172.16.0.1", False),
         ("192.168.1.1", False),
         ("169.254.169.254", False),  # where clouds answer with secrets
+        ("168.63.129.16", False),
+        ("192.0.0.192", False),
+        ("fec0::1", False),
+        ("64:ff9b:1::a9fe:a9fe", False),
+        ("::127.0.0.1", False),
+        ("::ffff:0:127.0.0.1", False),
         ("100.64.0.1", False),
         ("0.0.0.0", False),  # noqa: S104
         ("224.0.0.1", False),

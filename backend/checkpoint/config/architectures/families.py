@@ -22,6 +22,7 @@ from penstock.backend.checkpoint.config.architectures.expert_layers import (
 from penstock.backend.checkpoint.config.architectures.gemma4 import GEMMA4_NAMES, gemma4_experts, gemma4_variations
 from penstock.backend.checkpoint.config.architectures.layer_patterns import (
     Windows,
+    last_layer_whole,
     no_windows,
     rope_at_intervals,
     rope_everywhere,
@@ -293,7 +294,7 @@ FAMILIES = {
     ),
     "Gemma4ForCausalLM": replace(
         _GEMMA2,
-        windows=windows_between(6, 512),
+        windows=last_layer_whole(windows_between(6, 512)),
         scales=gemma4_scales,
         qk_norm=_qk_norm("head"),
         names=GEMMA4_NAMES,

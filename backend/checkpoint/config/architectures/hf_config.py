@@ -22,6 +22,8 @@ _Epsilon = Annotated[float, Meta(gt=0.0, le=1.0)]
 _RopeTheta = Annotated[float, Meta(gt=1.0, le=1e15)]
 _Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
+MAX_LAYERS = 1024
+
 
 class HfConfig(Struct, frozen=True):
     """Keys of a config.json. None and an absent key mean the same, except where the type has UNSET: there null switches
@@ -30,7 +32,7 @@ class HfConfig(Struct, frozen=True):
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     hidden_size: _Width
     intermediate_size: _Width
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=1024)]
+    num_hidden_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     num_attention_heads: _Heads
     max_position_embeddings: _Positions
     num_key_value_heads: _Heads | None = None

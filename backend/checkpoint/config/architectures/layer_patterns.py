@@ -72,6 +72,11 @@ def windows_between(default_interval: int, default_window: int = DEFAULT_WINDOW)
     return windows
 
 
+def last_layer_whole(rule: Callable[[HfConfig], Windows]) -> Callable[[HfConfig], Windows]:
+    """The last layer has full attention, whatever the rule says."""
+    return lambda config: (*rule(config)[:-1], None)
+
+
 def rope_everywhere(config: HfConfig, windows: Windows = ()) -> tuple[bool, ...]:  # noqa: ARG001 - as all rules
     return (True,) * config.num_hidden_layers
 

@@ -229,6 +229,7 @@ def test_page_size_changes_no_bit(kv_dtype: str, make_kernels: MakeOps) -> None:
             whole,
             query_starts=np.arange(num_tokens + 1, dtype=np.int32),
             context_lens=np.arange(num_tokens, dtype=np.int32),
+            slots=np.arange(num_tokens, dtype=np.int32),
             page_table=whole.page_table.repeat(num_tokens, axis=0),
             logit_rows=np.arange(num_tokens, dtype=np.int32),
         )

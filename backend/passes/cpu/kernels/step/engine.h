@@ -73,7 +73,7 @@ struct Linear {  // mirrored by native_structs.py
     float scale;     // of the results, bias included
 };
 
-struct Attention {  // mirrored by native_ops.py
+struct Attention {  // mirrored by native_structs.py
     void* cache;
     const float* q_norm;  // of the shape's QkNormScope, or null, as k_norm
     const float* k_norm;
@@ -109,7 +109,7 @@ struct Experts {  // mirrored by native_structs.py
     const float* factors;  // [count] or null: of the weights
 };
 
-enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_ops.py
+enum CacheForm : i64 { kFloatCache = 0, kBf16Cache = 1, kQ8Cache = 2 };  // as in native_structs.py
 
 enum NormKind : i64 { kRootMeanSquare = 0, kLayerNorm = 1 };                        // as in native_structs.py
 enum QkNormScope : i64 { kSharedByHeads = 0, kEachHead = 1, kWholeProjection = 2 };  // as in native_structs.py
