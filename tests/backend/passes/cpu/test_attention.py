@@ -264,6 +264,7 @@ def test_long_row_is_the_same_bits_however_threads_divide_it(
                 input_ids=np.zeros(starts[-1], np.int32),
                 query_starts=starts,
                 context_lens=np.array([1300, 6000], np.int32)[rows] - np.array(lengths, np.int32),
+                slots=rows.astype(np.int32),
                 page_table=whole.page_table[rows],
                 logit_rows=rows.astype(np.int32),
             )
