@@ -76,6 +76,23 @@ async def test_requests_pass_those_whose_pictures_find_no_room(socket_path: Path
             assert (await read(too_many))[1].failure is FailureCode.BAD_PICTURE
 
 
+async def test_small_pictures_do_not_pass_large_ones_that_wait(socket_path: Path) -> None:
+    """The arena has 16 slots for pixels."""
+    card = msgspec.structs.replace(model_card(max_context_tokens=LONG), max_picture_bytes=60_000)
+    with ScriptedBackend(socket_path, Script(card)) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            streams = [client.submit(with_pictures([n], 60_000, 60_000)) for n in range(7)]
+            large = client.submit(with_pictures([8], *[60_000] * 4))
+            small = client.submit(with_pictures([9], 60_000))
+            assert (client.balance()["pixels"], client.balance()["unsent"]) == (7, 2)
+            streams.pop().cancel()
+            await until(lambda: client.balance()["unsent"] == 1)
+            backend.engine.paused = False
+            assert await tokens_of(large) == expected_tokens([8], 5)
+            assert await tokens_of(small) == expected_tokens([9], 5)
+
+
 async def test_slow_reader_receives_all_tokens_in_bounded_batches(socket_path: Path) -> None:
     with ScriptedBackend(socket_path) as backend:
         async with connected(socket_path) as client:
