@@ -65,7 +65,7 @@ class EarlierTexts:
         return found[:_MAX_FOUND].tolist()
 
     def _index_new(self, index: PageIndex) -> None:
-        """Of several places with one hash the newest counts."""
+        """Index pages that are new. If several places have one hash, the newest is kept."""
         newest = [self._new.pop() for _ in range(min(_PAGES_AT_ONCE, len(self._new)))]
         found = [(page, *fields) for hashed, *fields in reversed(newest) if (page := index.find(hashed)) is not None]
         if not found:

@@ -32,18 +32,13 @@ class Family:
     class_name: str
     """Its class without ImageProcessorPil."""
     image_token: str
+    """Also what a template writes for a picture."""
     expand: Callable[[Outputs, Any, Mapping[str, Any], str], Expansion]
     """Arguments: outputs, image processor, settings of the processor's file, image token."""
-    placeholder: str = ""
-    """What a template writes for a picture, if it is not the image token."""
     arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     """More arguments of the image processor, by the settings of the processor's file."""
     depends_on_others: bool = False
     """A picture alone in a chat is processed differently."""
-
-    @property
-    def mark(self) -> str:
-        return self.placeholder or self.image_token
 
 
 def _tiled(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
@@ -66,15 +61,6 @@ def _qwen(outputs: Outputs, processor: Any, _: Mapping[str, Any], token: str) ->
 def _intern(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
     count = int(settings.get("image_seq_length", 256)) * int(outputs["num_patches"][0])
     return Expansion(f"<img>{token}</img>", [count])
-
-
-def _gemma(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
-    whole = f"\n\n<start_of_image>{token}<end_of_image>\n\n"
-    num_crops, count = int(outputs["num_crops"][0]), int(settings.get("image_seq_length", 256))
-    if num_crops:
-        crops = " ".join([whole] * num_crops)
-        whole = f"Here is the original image {whole} and here are some crops to help you see better {crops}"
-    return Expansion(whole, [count] * (num_crops + 1))
 
 
 def _cell(settings: Mapping[str, Any]) -> int:
@@ -150,7 +136,6 @@ FAMILIES = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda _: {"crop_to_patches": True}),
-    "gemma3": Family("gemma3", "Gemma3", "<image_soft_token>", _gemma, placeholder="<start_of_image>"),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "llava": Family("clip", "CLIP", "<image>", _llava),

@@ -25,7 +25,7 @@ _STACKED = re.compile(
     rf"(model\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
 )
 _STACKED_PAIRS = re.compile(r"(model\.layers\.\d{1,6}\.mlp\.experts\.)(gate_up|down)_proj", re.ASCII)
-"""Of Qwen3.5's experts: [experts, outputs, inputs], all of gate before up."""
+"""Qwen3.5's experts: one tensor [experts, outputs, inputs], in which the rows of gate come before those of up."""
 _HEADS = ("lm_head.", "score.", "v_head.")
 """Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
 

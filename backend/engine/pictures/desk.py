@@ -63,7 +63,7 @@ class PictureDesk:
         self._row_bytes = row_bytes
         self._running: Encoding | None = None
         self._source: tuple[Sequence, Subscriber] | None = None
-        """Whose pixels the running encoding reads."""
+        """The sequence and the request whose pixels the running encoding reads."""
 
     def pictures_of(self, message: Generate) -> SequencePictures | None:
         """For a new sequence. Its tokens and pictures have been checked."""

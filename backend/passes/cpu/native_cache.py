@@ -29,7 +29,7 @@ class NativeCache:
         self._page_bytes = 0
         """From one page of a tensor to the next."""
         self._unit_bytes = 0
-        """Of a page of a layer, or of a unit of `LayerGroups`."""
+        """The bytes of a layer's page, or of a unit of `LayerGroups`."""
         self.tensors: list[Tensor] = []
         """One per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h. If layers
         have different sizes, one for all together."""

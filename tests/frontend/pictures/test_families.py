@@ -29,7 +29,7 @@ from tests.frontend.harness import FakeBackend
 from tests.frontend.pictures.vision_models import MODELS, encoded, picture, save_vision_model
 
 SIZES = [(90, 40), (30, 30), (41, 117)]
-NESTED = ("smolvlm", "idefics3", "gemma3", "llava_onevision")
+NESTED = ("smolvlm", "idefics3", "llava_onevision")
 """Families whose processor takes the pictures of each chat as a list."""
 
 

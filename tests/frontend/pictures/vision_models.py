@@ -97,19 +97,6 @@ MODELS = {
             "video_token": "<video>",
         },
     ),
-    "gemma3": VisionModel(
-        "gemma3",
-        "Gemma3Processor",
-        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}},
-        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-        "<start_of_image>",
-        {"image_seq_length": 4},
-        named={
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-            "image_token": "<image_soft_token>",
-        },
-    ),
     "mistral3": VisionModel(
         "pixtral",
         "PixtralProcessor",

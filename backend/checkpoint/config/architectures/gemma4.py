@@ -1,4 +1,4 @@
-"""What Gemma 4 has that no other architecture has, from its config.json."""
+"""Reads the settings of config.json that only Gemma 4 has."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _LLAMA_DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
-"""Of transformers' LlamaConfig: LLaVA's files leave out what is equal to them."""
+"""The defaults of transformers' LlamaConfig. LLaVA's files leave out keys with these values."""
 _IDEFICS3 = TextPart({"llama": FAMILIES["LlamaForCausalLM"]}, tie_embeddings=False)
 _QWEN3_VL_DEFAULTS = {"rope_theta": 500_000.0}
 

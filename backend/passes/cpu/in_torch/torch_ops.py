@@ -113,7 +113,7 @@ class TorchOps:
         self._rounds_rows = rounds_rows
         own = config.num_kv_heads, config.head_dim
         self._heads = [HeadShape(config.num_heads, *heads) for heads in (own, config.full_heads or own)]
-        """Of layers without full heads, and with them."""
+        """The heads of layers without full heads, then of layers with them."""
         self._rope_table = RopeTable(*config.ropes)
         self._embedding_scale = round_scale(config.scales.embedding, dtype)
         self._dtype = dtype

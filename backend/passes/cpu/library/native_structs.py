@@ -65,8 +65,8 @@ class OperationKind(IntEnum):
 
 
 class AddNorm(IntEnum):
-    """What becomes of a norm that is added: nothing more, the sum is multiplied by the number after the weights, or the
-    norm replaces what it was to be added to."""
+    """What a norm does to its target: it is added; or it is added, and the sum multiplied by the number behind the
+    weights; or it replaces the target."""
 
     ADD = 0
     ADD_AND_SCALE = 1
