@@ -79,8 +79,10 @@ def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> Pass
     config, processor = read_config(model_dir), read_processor(model_dir)
     max_picture_bytes, vision = _max_picture_bytes(config, processor, family), config.vision_config
     weight_bytes = 4 * sum(parameter.numel() for parameter in empty_model(config).parameters())
-    patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
     num_patches = (image_size(config) // patch_size(config)) ** 2
+    patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
+    if vision.model_type == "pixtral":
+        patch_values += num_patches  # transformers makes a mask of all pairs
     workspace_bytes = 4 * num_patches * patch_values + 6 * max_picture_bytes
     if options.device == "cpu":
         workspace_bytes += PICTURE_CACHE_BYTES
