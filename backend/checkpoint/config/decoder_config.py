@@ -290,6 +290,15 @@ class DecoderConfig:
         own = self.num_kv_heads, self.head_dim
         return self.full_heads if self.full_heads is not None and self.has_full_heads(index) else own
 
+    def mixer_widths(self, index: int) -> tuple[int, int]:
+        """The widths of what a layer's attention or delta rule is given, and of what it gives."""
+        if (net := self.delta_net_of_layer(index)) is not None:
+            return net.num_channels + net.value_size, net.value_size
+        num_kv_heads, head_dim = self.heads_of_layer(index)
+        num_queries = self.num_heads << self.gated_attention
+        num_stored = 2 * num_kv_heads if self.source_of_layer(index) == index else 0
+        return (num_queries + num_stored) * head_dim, self.num_heads * head_dim
+
     def mlp_width_of_layer(self, index: int) -> int:
         is_doubled = self.doubles_shared_mlp and self.source_of_layer(index) != index
         return self.intermediate_size << is_doubled

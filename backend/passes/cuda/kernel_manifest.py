@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.backend.passes.cuda.attention import decode_attention, encoder_attention, prefill_attention
+from penstock.backend.passes.cuda.attention import decode_attention, delta_net, encoder_attention, prefill_attention
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.ops import (
@@ -27,6 +27,7 @@ FAMILIES = (
     decode_attention,
     prefill_attention,
     encoder_attention,
+    delta_net,
     device_sampler,
 )
 

@@ -209,8 +209,8 @@ class DecodeAttention:
     ) -> None:
         """Write out[r] for the queries qkv[r] of each planned row r; other rows of out do not change.
 
-        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
-        bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages]. sinks: fp32
+        qkv [T, any number of heads * head_dim], with the queries first, and out [T, num_heads * head_dim] have the
+        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages]. sinks: fp32
         [num_heads], a score of each head that takes part in the softmax and has no value; -inf for none.
         """
         act = _ACTS[qkv.dtype]
@@ -231,6 +231,7 @@ class DecodeAttention:
             sinks,
             out,
             act,
+            int32(qkv.shape[1] // self.layout.head_dim),
             int32(page_table.shape[1]),
             *self._scalars,
         )

@@ -159,8 +159,8 @@ class PrefillAttention:
     ) -> None:
         """Write out for each token of the rows in tiles; the rest of out does not change.
 
-        qkv [T, (num_heads + 2 num_kv_heads) * head_dim] and out [T, num_heads * head_dim] have the same dtype: fp32,
-        bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
+        qkv [T, any number of heads * head_dim], with the queries first, and out [T, num_heads * head_dim] have the
+        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
         page_table: int32 [max_slots, max_pages]. workspace: of `workspace_sizes`. tiles: int32 in any shape, the result
         of `tiles` for these rows. sinks: as of `DecodeAttention.attend`.
         """
@@ -180,6 +180,7 @@ class PrefillAttention:
             sinks,
             *self._results(workspace),
             _ACTS[qkv.dtype],
+            int32(qkv.shape[1] // self.layout.head_dim),
             int32(page_table.shape[1]),
             *self._scalars,
         )

@@ -65,12 +65,13 @@ def mlp_widths(config: DecoderConfig) -> dict[str, int]:
 
 def activation_widths(config: DecoderConfig) -> dict[str, int]:
     """Return the number of values per token in each buffer of `Activations`."""
-    heads, intermediate = head_shape(config), max(mlp_widths(config).values(), default=0)
+    intermediate = max(mlp_widths(config).values(), default=0)
+    projected, mixed = zip(*map(config.mixer_widths, range(config.num_layers)), strict=True)
     return {
         "residual": config.hidden_size,
         "hidden": config.hidden_size,
-        "qkv": heads.qkv_size,
-        "attended": heads.output_size,
+        "qkv": max(projected),
+        "attended": max(mixed),
         "added": config.hidden_size,
         "gate_up": (1 if config.mlp == "plain" else 2) * intermediate,
         "gated": intermediate,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.passes.cuda.attention.delta_net import CudaDeltaNetOps
 from penstock.backend.passes.cuda.attention.step_attention import StepAttention, layer_windows
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
@@ -34,13 +35,12 @@ from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import AttentionLayer, DeltaNetOps, SideOps, round_scale
+from penstock.backend.passes.ops.interface import AttentionLayer, SideOps, round_scale
 
 
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
-    delta_net: DeltaNetOps | None = None
     side: SideOps | None = None
 
     def __init__(
@@ -92,6 +92,14 @@ class CudaOps(DeviceWeights):
                 quantized, self._activate_gated, self,
             )  # fmt: skip
 
+        self.delta_net = None
+        if (net := config.delta_net) is not None:
+            self.delta_net = CudaDeltaNetOps(
+                self._launcher, device.torch_device, config, net, dtype, max_tokens, num_rows, self.vector,
+                lambda gates: CudaLinear(wide := self.vector(gates), wide.t(), None), matmul.multiply,
+                lambda width: narrow(self._now.attended, width),
+            )  # fmt: skip
+
     def open_cache(
         self,
         layout: CacheLayout,
@@ -130,6 +138,8 @@ class CudaOps(DeviceWeights):
         for each in attention.values():
             each.open(self._device)
         self._last_window = layer_windows(config)[-1]
+        if self.delta_net is not None:
+            self.delta_net.create_states(len(self._last_residual))
 
     def kernels(self) -> Iterator[Kernel]:
         """Yield every kernel that a step of the model launches."""
@@ -137,6 +147,8 @@ class CudaOps(DeviceWeights):
         yield from self._quantized.kernels()
         if self.experts is not None:
             yield from self.experts.kernels
+        if self.delta_net is not None:
+            yield from self.delta_net.kernels
         for attention in self._attention.values():
             yield from attention.kernels()
 
@@ -153,7 +165,8 @@ class CudaOps(DeviceWeights):
         Returns the result of the latter.
         """
         self._now = self._all.cut(step.num_tokens)
-        return self._now.qkv, Residual(self._now.residual)
+        width, _ = self._config.mixer_widths(self._config.num_layers - self._config.num_shared_layers - 1)
+        return narrow(self._now.qkv, width), Residual(self._now.residual)
 
     def residual_rows(self, first: int, num_rows: int) -> Tensor:
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
@@ -183,7 +196,7 @@ class CudaOps(DeviceWeights):
         return self.norm(residual, weight)
 
     def linear(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear) -> Tensor:
-        return self._multiply(x, weights, self._now.qkv)
+        return self._multiply(x, weights, narrow(self._now.qkv, weights.num_outputs))
 
     def linear_add(
         self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, residual: Residual, norm: Tensor | None = None
@@ -232,20 +245,23 @@ class CudaOps(DeviceWeights):
         return self._layer_caches[layer.cache_index], self._page_tables[layer.group]
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
-        out = self._now.attended
+        heads = head_shape(self._config)
+        out = narrow(self._now.attended, heads.output_size)
         cache, page_table = self._pages_of(layer)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
         self._attention[layer.window_tokens].attend(qkv, cache, page_table, step, sinks, out)
+        if self._config.gated_attention:
+            self._elementwise.sigmoid_mul(qkv[:, heads.output_size : 2 * heads.output_size], out)
         return out
 
     def last_tokens(self, qkv: Tensor, residual: Residual, step: CudaStep) -> tuple[Tensor, Residual, CudaStep]:
         if step.is_decode_only or step.is_scored:
             return qkv, residual, step
-        if residual.pending is not None:
-            raise RuntimeError("the residual stream still has a pending addend after the norm; this is a bug")
+        residual.add_pending()
         num_logits = len(step.logit_tokens)
         self._now = self._all.cut(num_logits)
-        last_qkv, values = self._last_qkv[:num_logits], self._last_residual[:num_logits]
+        last_qkv = narrow(self._last_qkv[:num_logits], qkv.shape[1])
+        values = self._last_residual[:num_logits]
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
         rows = step.logit_rows

@@ -25,7 +25,7 @@ _THREADS_OF_ONE_CHUNK = 512
 _MAX_HEAD_DIM = 32 * _VALUES
 
 _ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
-_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu")
+_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu", "sigmoid_mul")
 _GATHER_ROWS = Kernel("step/copies.cu", "gather_rows", (), num_threads=256)
 
 
@@ -84,7 +84,9 @@ class Elementwise:
             _norm(act, entry, norm_threads) for entry in _ROW_NORMS
         )
         self._norm_q_and_k = _norm_q_and_k(act)
-        self._silu_mul, self._gelu_mul, self._gelu = (_activation(act, entry) for entry in _ACTIVATIONS)
+        self._activations = self._silu_mul, self._gelu_mul, self._gelu, self._sigmoid_mul = [
+            _activation(act, entry) for entry in _ACTIVATIONS
+        ]
         self._rope_and_store = _rope_and_store(act, kv_dtype)
         self._rotary_dim = np.int32(rotary_dim)
         self._page_size = np.int32(page_size_tokens)
@@ -98,8 +100,7 @@ class Elementwise:
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
         norms = (self._add_rms_norm, self._add_layer_norm, self._rms_norm_added, self._norm_q_and_k)
-        activations = (self._silu_mul, self._gelu_mul, self._gelu)
-        return (self._embed, *norms, *activations, self._rope_and_store, _GATHER_ROWS)
+        return (self._embed, *norms, *self._activations, self._rope_and_store, _GATHER_ROWS)
 
     def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
         """Write the embeddings of input_ids [T], scaled, to residual [T, hidden] fp32; an id outside table [V, hidden]
@@ -154,7 +155,7 @@ class Elementwise:
         *,
         has_layer_norms: bool = False,
     ) -> None:
-        """Norm and rotate q of qkv [T, qkv_size] in place; write k, normed and rotated, and v to the cache.
+        """Norm and rotate q of qkv [T, q | … | k | v] in place; write k, normed and rotated, and v to the cache.
 
         k and v in qkv do not change. layer_cache: the layer's bytes of the cache. rope [positions, rotary_dim] fp32 is
         [cos | sin]; None for a layer without rope. query_rope: the same for q, if it has another one. norms: weights of
@@ -168,7 +169,7 @@ class Elementwise:
         self._launcher.launch(
             self._rope_and_store, (qkv.shape[0], self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
             layer_cache, page_table, rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages,
-            self._page_size, *self._head_shape,
+            self._page_size, int32(qkv.shape[1] // int(self._head_shape[-1])), *self._head_shape,
             self._rotary_dim if rope is not None else int32(0), head_norm, self._eps,
         )  # fmt: skip
 
@@ -183,6 +184,12 @@ class Elementwise:
     def gelu(self, x: Tensor, out: Tensor) -> None:
         """out [T, n] = gelu(x [T, n]), in the tanh form."""
         self._activate(self._gelu, x, out)
+
+    def sigmoid_mul(self, gates: Tensor, out: Tensor) -> None:
+        """out [T, n] *= sigmoid(gates [T, n]), which may be columns of a wider matrix."""
+        num_tokens, size = out.shape
+        grid = (num_tokens, _blocks(size // _VALUES, self._sigmoid_mul), 1)
+        self._launcher.launch(self._sigmoid_mul, grid, gates, out, int32(size), int32(gates.stride(0)))
 
     def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
         """out [n, m] = source[rows, :m], in any dtype. rows: int32 [n]; a negative one leaves its row of out unchanged.

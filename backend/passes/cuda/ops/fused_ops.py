@@ -53,6 +53,8 @@ def fuses(config: DecoderConfig, dtype: torch.dtype, matmul: Matmul) -> bool:
         and is_plain
         and has_norms
         and config.experts is None
+        and config.delta_net is None
+        and not config.gated_attention
         and config.mlp == "gated"
         and config.activation == "silu"
         and config.qk_norm in (None, "head")

@@ -143,4 +143,5 @@ class MixedGraphs:
     def _run(self, num_tokens: int) -> None:
         step = self._buffers.mixed_step(num_tokens, self._num_tiles[num_tokens])
         self._ops.begin(step)
-        self._model.store_tokens(step)
+        _, residual = self._model.store_tokens(step)
+        residual.add_pending()  # of a delta rule

@@ -108,7 +108,8 @@ class CudaDecoderPass:
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
-        self._host_kv_bytes = host_kv_bytes if len(self._groups.windows) == 1 else 0  # several groups move no pages
+        # Several groups move no pages, and pages of the host bring back no states.
+        self._host_kv_bytes = host_kv_bytes if len(self._groups.windows) == 1 and config.delta_net is None else 0
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             self._ops = make_ops(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
 from penstock.backend.errors import StartupError
+from penstock.backend.passes.cuda.attention import delta_net
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, most_captured_tiles
@@ -131,6 +132,7 @@ def plan_spec(
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
+        delta_net.delta_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
@@ -213,6 +215,8 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
         reason = f"the output layer has {config.logits_width} values; the sampler supports at most {MAX_VOCAB}"
     if reason is None and config.experts is not None:
         reason = expert_ops.unsupported_reason(config.experts)
+    if reason is None and config.delta_net is not None:
+        reason = delta_net.unsupported_reason(config.delta_net)
     if reason is None:
         layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
         try:
@@ -227,7 +231,6 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
     """Return the first variation of the model that the kernels do not have, or None."""
     has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
     variations = {
-        "layers with a delta rule": config.delta_net is not None,
         "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),
@@ -347,7 +350,8 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     """Return the number of kernels in a captured step."""
     launches = matmul.num_launches(num_rows)
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
-    per_layer += (config.qk_norm == "projection") + config.parallel_blocks
+    per_layer += (config.qk_norm == "projection") + config.parallel_blocks + config.gated_attention
+    of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + delta_net.NUM_LAUNCHES)
     softcap = 0 if config.scales.logits_softcap is None else 3
     of_experts = sum(config.layer_has_experts) * (launches + expert_ops.NUM_LAUNCHES)
-    return per_layer * config.num_layers + of_experts + launches + softcap + 3
+    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 3

@@ -26,6 +26,7 @@ VOCAB_SIZE = 200
 MAX_ROWS = 6
 RAGGED = (1, 7, 16, 17, 40)
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_DELTA_RULE = {"num_hidden_layers": 3, "linear_key_head_dim": 64}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama3": {},
     "llama-tied": {"num_attention_heads": 8},
@@ -54,6 +55,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere-qk-norm": {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256},
     "cohere2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "layer_types": _ALTERNATING},
     "starcoder2": {},
+    "qwen3.5": _DELTA_RULE,
+    # The last layer has a delta rule.
+    "qwen3-next": _DELTA_RULE | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
 }
 
 

@@ -206,14 +206,14 @@ struct Ticket {
     __device__ __forceinline__ unsigned* place() const { return tickets + work.row * num_kv_heads + work.kv_head; }
 };
 
-// qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that
+// qkv [rows, row_heads * HEAD_DIM], which begins with the queries, and out [rows, group * num_kv_heads * HEAD_DIM] have the type that
 // act names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before
 // and after. claims [2]: items that blocks have claimed, and blocks that have ended; 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* qkv, unsigned char* cache, const int* page_table, const Item* items,
                      const int* num_items, float* chunks, float2* peaks, unsigned* tickets, unsigned* claims,
-                     const float* __restrict__ sinks, void* out, int act, int max_pages, int group, int num_kv_heads,
+                     const float* __restrict__ sinks, void* out, int act, int row_heads, int max_pages, int group, int num_kv_heads,
                      int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ WarpHeads::Shared heads_shared;
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             claimed.ask();
         }
 
-        const long long qkv_row = static_cast<long long>(work.row) * (group + 2) * num_kv_heads;
+        const long long qkv_row = static_cast<long long>(work.row) * row_heads;
         load_queries(heads, qkv, (qkv_row + work.kv_head * group) * HEAD_DIM, act, group);
         for (int tile = 0; stream.token(tile) < stream.end; ++tile) {
             heads.add_keys(stream.next(0), scorer, stream.token(tile), stream.begin, stream.end, group);

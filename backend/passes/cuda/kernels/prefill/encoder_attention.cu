@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     unsigned char* queries = shared;
     int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
-    load_queries(queries, tile, qkv, KV_DTYPE);
+    load_queries(queries, tile, qkv, 3 * int(gridDim.x), KV_DTYPE);
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     const int begin = max(0, tile.position(0) - side);
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);

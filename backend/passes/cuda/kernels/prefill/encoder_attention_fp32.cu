@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const float* bias = biases + (long long)(blockIdx.x) * (2 * reach - 1) + reach - 1;  // of distance 0
 
     float* queries = reinterpret_cast<float*>(shared);
-    load_queries(queries, tile, qkv, KV_DTYPE);
+    load_queries(queries, tile, qkv, 3 * int(gridDim.x), KV_DTYPE);
     const int begin = max(0, tile.position(0) - side);
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);
     Stream stream(shared + kQueryRows * HEAD_DIM * 4, PackedPlaces(qkv, tile.first_token, begin, end));

@@ -17,7 +17,7 @@ using Stream = KvStream<kThreads, kTokens, 3, KvPlaces>;
 using Stream = QuantisedKvStream<kThreads, kTokens>;
 #endif
 
-// out [tokens, q heads, HEAD_DIM] and qkv [tokens, q heads + 2 · kv heads, HEAD_DIM] have dtype act (0 fp32, 1 bf16, 2
+// out [tokens, q heads, HEAD_DIM] and qkv [tokens, row_heads, HEAD_DIM], of which q heads come first, have dtype act (0 fp32, 1 bf16, 2
 // fp16). layer: start of this layer's pages. tiles [grid.y, 4]: see PrefillStep; then -1 if the block goes through all
 // segments, or the first position of its only one, and this segment's slot; a tile's slots follow each other. sinks [q
 // heads]: a score of each head that takes part in the softmax and has no value; -infinity for none. window, soft_cap: 0
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     prefill_attention(void* out, const void* qkv, unsigned char* layer, const int* page_table, const int* context_lens,
                       const int* query_starts, const int* slots, const int* tiles, const float* sinks,
                       float* merged_sums, float2* merged_peaks, float* part_sums, float2* part_peaks, unsigned* tickets,
-                      int act, int max_pages, int page_bits, int group, int window, float scale, float soft_cap) {
+                      int act, int row_heads, int max_pages, int page_bits, int group, int window, float scale, float soft_cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ int is_last;
     const PrefillStep step{page_table, context_lens, query_starts,
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     unsigned char* queries = shared;
     int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
-    load_queries(queries, tile, qkv, act);
+    load_queries(queries, tile, qkv, row_heads, act);
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     // The tiles are those of a layer without a window.
     if (window > 0 && tiles[4 * blockIdx.y + 2] > 0) return;

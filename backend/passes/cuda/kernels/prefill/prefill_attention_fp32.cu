@@ -12,7 +12,7 @@ using Stream = KvStream<kThreads, kTokens, 2, KvPlaces>;
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     prefill_attention_fp32(void* out, const void* qkv, unsigned char* layer, const int* page_table,
                            const int* context_lens, const int* query_starts, const int* slots, const int* tiles,
-                           const float* sinks, int act, int max_pages, int page_bits, int group, int window,
+                           const float* sinks, int act, int row_heads, int max_pages, int page_bits, int group, int window,
                            float scale, float soft_cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     const PrefillStep step{page_table, context_lens, query_starts,
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp_first = positions[0], warp_last = warp_row < tile.num_rows ? positions[kWarpRows - 1] : -1;
 
     float* queries = reinterpret_cast<float*>(shared);
-    load_queries(queries, tile, qkv, act);
+    load_queries(queries, tile, qkv, row_heads, act);
     const int begin = max(0, tile.position(0) - step.window + 1);
     const int end = tile.position(kQueryRows - 1) + 1;
     Stream stream(shared + kQueryRows * HEAD_DIM * 4, KvPlaces(layer, tile.pages, page_bits, begin, end));

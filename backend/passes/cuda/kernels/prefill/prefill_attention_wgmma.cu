@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     prefill_attention_wgmma(void* out, const void* qkv, const __grid_constant__ TensorMap cache, const int* page_table,
                             const int* context_lens, const int* query_starts, const int* slots, const int* tiles,
                             const float* sinks, float* merged_sums, float2* merged_peaks, float* part_sums,
-                            float2* part_peaks, unsigned* tickets, int act, int max_pages, int page_bits, int group,
-                            int window, float scale, float soft_cap) {
+                            float2* part_peaks, unsigned* tickets, int act, int row_heads, int max_pages, int page_bits,
+                            int group, int window, float scale, float soft_cap) {
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     const PrefillStep step{page_table, context_lens, query_starts,
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
         __syncwarp();
         boxes().start();  // while the others load queries
     }
-    if (computes) load_queries(shared.queries, tile, qkv, act);
+    if (computes) load_queries(shared.queries, tile, qkv, row_heads, act);
     if (threadIdx.x < kQueryRows) shared.positions[threadIdx.x] = tile.position(int(threadIdx.x));
     fence_stores();
     __syncthreads();

@@ -81,15 +81,16 @@ __device__ __forceinline__ int query_place(int row, int chunk) {
 
 // Load the tile's queries, swizzled; rows that do not exist become 0.
 template <class T>
-__device__ __forceinline__ void load_queries_of(unsigned char* target, const QueryTile<kQueryRows>& tile, const T* qkv) {
+__device__ __forceinline__ void load_queries_of(unsigned char* target, const QueryTile<kQueryRows>& tile, const T* qkv,
+                                                int row_heads) {
     constexpr int kAll = kQueryRows * kChunks, kAtOnce = 4;
-    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+    const int first_head = int(blockIdx.x) * tile.group;
     for (int first = int(threadIdx.x); first < kAll; first += kAtOnce * kThreads) {
         float x[kAtOnce][8];
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {  // no branch, so that the loads do not wait for each other
             const int i = first + n * kThreads, row = min(i / kChunks, tile.num_rows - 1);
-            load8(qkv + tile.head(row, heads_per_token, first_head) * HEAD_DIM + i % kChunks * 8, x[n]);
+            load8(qkv + tile.head(row, row_heads, first_head) * HEAD_DIM + i % kChunks * 8, x[n]);
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
@@ -102,10 +103,10 @@ __device__ __forceinline__ void load_queries_of(unsigned char* target, const Que
     }
 }
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
-                                             int act) {
-    if (act == 0) load_queries_of(target, tile, static_cast<const float*>(qkv));
-    else if (act == 1) load_queries_of(target, tile, static_cast<const Bf16*>(qkv));
-    else load_queries_of(target, tile, static_cast<const Fp16*>(qkv));
+                                             int row_heads, int act) {
+    if (act == 0) load_queries_of(target, tile, static_cast<const float*>(qkv), row_heads);
+    else if (act == 1) load_queries_of(target, tile, static_cast<const Bf16*>(qkv), row_heads);
+    else load_queries_of(target, tile, static_cast<const Fp16*>(qkv), row_heads);
 }
 
 // scores = queries · keysᵀ for the warp's rows.

@@ -15,13 +15,13 @@ constexpr int kChunks = HEAD_DIM / 4;               // of 4 values
 constexpr int kLaneValues = (HEAD_DIM + 31) / 32;   // of a head; not every lane has the last one
 
 __device__ __forceinline__ void load_queries(float* target, const QueryTile<kQueryRows>& tile, const void* qkv,
-                                             int act) {
-    const int heads_per_token = (tile.group + 2) * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+                                             int row_heads, int act) {
+    const int first_head = int(blockIdx.x) * tile.group;
     for (int i = int(threadIdx.x); i < kQueryRows * HEAD_DIM / 8; i += kThreads) {
         const int row = i / (HEAD_DIM / 8), place = i % (HEAD_DIM / 8) * 8;
         float x[8] = {};
         if (row < tile.num_rows) {
-            load8_act(qkv, tile.head(row, heads_per_token, first_head) * HEAD_DIM + place, act, x);
+            load8_act(qkv, tile.head(row, row_heads, first_head) * HEAD_DIM + place, act, x);
         }
         store8(target + row * HEAD_DIM + place, x);
     }

@@ -29,6 +29,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     gate(gate_up, out, size, GeluTanh{});
 }
 
+// out [T, size] *= sigmoid(gates), of which rows are row_size apart.
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    sigmoid_mul(const Act* __restrict__ gates, Act* __restrict__ out, int size, int row_size) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8;
+    if (column >= size) return;
+    Act* const place = out + (long long)(blockIdx.x) * size + column;
+    float x[8], y[8];
+    load8(gates + (long long)(blockIdx.x) * row_size + column, x);
+    load8(place, y);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] /= 1.0f + expf(-x[j]);
+    store8(place, y);
+}
+
 // x and out [T, size].
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     gelu(const Act* __restrict__ x, Act* __restrict__ out, int size) {
