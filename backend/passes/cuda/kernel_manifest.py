@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.backend.passes.cuda.attention import decode_attention, delta_net, encoder_attention, prefill_attention
+from penstock.backend.passes.cuda.attention import (
+    decode_attention,
+    delta_net,
+    encoder_attention,
+    prefill_attention,
+    wide_attention,
+)
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.ops import (
@@ -28,6 +34,7 @@ FAMILIES = (
     prefill_attention,
     encoder_attention,
     delta_net,
+    wide_attention,
     device_sampler,
 )
 

@@ -25,7 +25,6 @@ _COLUMNS = 16
 """Columns of a state in a block."""
 
 
-
 def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
     for act in ACT_MACRO.values():

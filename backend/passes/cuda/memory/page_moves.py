@@ -118,10 +118,19 @@ class PageMoves:
     """Launches moves in the stream, where they run in order with steps."""
 
     def __init__(
-        self, launcher: Launcher, layout: CacheLayout, cache_pages: Tensor, uplink: Uplink, pool: HostPool
+        self,
+        launcher: Launcher,
+        layout: CacheLayout,
+        cache_pages: Tensor,
+        uplink: Uplink,
+        pool: HostPool,
+        full_layout: CacheLayout | None = None,
+        full_pages: Tensor | None = None,
     ) -> None:
         """cache_pages: uint8 [layers, pages, page bytes]. uplink belongs to the steps and holds at least
-        2 * MAX_PAGE_MOVES ints."""
+        2 * MAX_PAGE_MOVES ints. full_layout, full_pages: of layers whose heads have another size; such pages only move
+        within the cache."""
+        self._full = full_layout, full_pages
         self._launcher = launcher
         self._layout = layout
         self._cache_pages = cache_pages
@@ -165,7 +174,7 @@ class PageMoves:
     def close(self) -> None:
         """Free the host memory and drop the cache; call once, after the device's last use of them."""
         self.pool.close()
-        del self._cache_pages
+        del self._cache_pages, self._full
 
     def _send_ahead(self, move: Callable[[Tensor], None], pairs: Ints, max_left: int) -> Ints:
         while len(pairs) > max_left:
@@ -175,6 +184,9 @@ class PageMoves:
 
     def _within_cache(self, pairs: Tensor) -> None:
         self._copy(self._cache_pages, self._cache_pages, pairs)
+        layout, pages = self._full
+        if layout is not None and pages is not None:
+            copy_pages(self._launcher, pages, pages, pairs.view(-1, 2), layout)
 
     def _to_host(self, pairs: Tensor) -> None:
         self._copy(self._cache_pages, self.pool.pages, pairs)

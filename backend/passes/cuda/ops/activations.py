@@ -56,8 +56,9 @@ def narrow(buffer: Tensor, width: int) -> Tensor:
 def mlp_widths(config: DecoderConfig) -> dict[str, int]:
     """Name → width of each kind of MLP in the model's layers, except the experts that tokens choose."""
     widths = {}
-    if any(config.experts_of_layer(index) is None for index in range(config.num_layers)):
-        widths["intermediate_size"] = config.intermediate_size
+    layers = range(config.num_layers)
+    if config.has_experts_beside or any(config.experts_of_layer(index) is None for index in layers):
+        widths["intermediate_size"] = max(map(config.mlp_width_of_layer, layers))
     if config.experts is not None and config.experts.shared_width is not None:
         widths["shared_expert_intermediate_size"] = config.experts.shared_width
     return widths

@@ -7,6 +7,7 @@ overwrites. The residual stream keeps its last addend separate, because one kern
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,15 +34,14 @@ from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
+from penstock.backend.passes.cuda.ops.side_ops import CudaSideOps
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import AttentionLayer, SideOps, round_scale
+from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape, round_scale
 
 
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
-
-    side: SideOps | None = None
 
     def __init__(
         self,
@@ -92,6 +92,12 @@ class CudaOps(DeviceWeights):
                 quantized, self._activate_gated, self,
             )  # fmt: skip
 
+        self.side = None
+        if config.layer_input_size or config.has_experts_beside:
+            self.side = CudaSideOps(
+                config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts, lambda: self._elementwise,
+                self._embed_rows, self.norm, self.linear_add, self._multiply,
+            )  # fmt: skip
         self.delta_net = None
         if (net := config.delta_net) is not None:
             self.delta_net = CudaDeltaNetOps(
@@ -107,14 +113,22 @@ class CudaOps(DeviceWeights):
         last_tokens: Tensor,
         ropes: tuple[Tensor, ...],
         attention: dict[int | None, StepAttention],
+        full_layout: CacheLayout | None = None,
     ) -> None:
-        """Allocate the cache. ropes: each [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
+        """Allocate the cache. full_layout: of layers with `DecoderConfig.full_heads`. ropes: each [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
         config = self._config
         self.layout = layout
         self.cache = torch.zeros(
             layout.num_layers, layout.layer_bytes, dtype=torch.uint8, device=self._device.torch_device
         )
+        self.full_cache = self.cache[:0]
+        if full_layout is not None:
+            shape = full_layout.num_layers, full_layout.layer_bytes
+            self.full_cache = torch.zeros(shape, dtype=torch.uint8, device=self._device.torch_device)
         self._layer_caches = list(self.cache)
+        if full_layout is not None:
+            rest, num_own = (iter(self.cache), iter(self.full_cache)), config.num_layers - config.num_shared_layers
+            self._layer_caches = [next(rest[config.has_full_heads(index)]) for index in range(num_own)]
         self.pages = self.cache.view(layout.num_layers, layout.num_pages, layout.page_bytes)
         self._buffers = buffers
         self._page_tables = list(buffers.page_tables)
@@ -130,14 +144,14 @@ class CudaOps(DeviceWeights):
             layout.kv_dtype,
             layout.page_size_tokens,
             self._device.torch_device,
-            self._embedding_scale,
+            config.layer_input_size,
         )
         self._attention = attention
         self.tiling = attention.get(None) or next(iter(attention.values()))
         """Cuts all layers' rows: that of a layer without a window, if there is one, whose contexts are the longest."""
         for each in attention.values():
             each.open(self._device)
-        self._last_window = layer_windows(config)[-1]
+        self._last_windows = set(layer_windows(config)[config.num_layers - config.num_shared_layers - 1 :])
         if self.delta_net is not None:
             self.delta_net.create_states(len(self._last_residual))
 
@@ -174,12 +188,16 @@ class CudaOps(DeviceWeights):
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = self._now.residual
+        self._embed_rows(table, step, residual, self._embedding_scale)
+        return Residual(residual)
+
+    def _embed_rows(self, table: Tensor | CudaQuantizedLinear, step: CudaStep, out: Tensor, scale: float) -> None:
+        """Write the rows of the step's tokens, times scale, to out fp32."""
         ids = self._buffers.input_ids[: step.num_tokens]
         if isinstance(table, CudaQuantizedLinear):
-            self._quantized.embed(table, ids, step.rows, self._last_tokens, residual, self._embedding_scale)
+            self._quantized.embed(table, ids, step.rows, self._last_tokens, out, scale)
         else:
-            self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
-        return Residual(residual)
+            self._elementwise.embed(table, ids, step.rows, self._last_tokens, out, scale)
 
     def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
         out = self._now.hidden
@@ -236,16 +254,28 @@ class CudaOps(DeviceWeights):
         rope = None if layer.rope is None else self._ropes[layer.rope]
         query_rope = None if layer.query_rope is None else self._ropes[layer.query_rope]
         cache, page_table = self._pages_of(layer)
+        if layer.v_norm is not None and rope is not None:
+            heads = self._heads_of(layer)
+            if layer.source is not None:
+                heads = replace(heads, num_kv_heads=0)
+            of_heads = layer.q_norm, layer.k_norm, layer.v_norm
+            self._elementwise.rope_and_store_wide(qkv, cache, page_table, step.rows, rope, of_heads, heads)
+            return
         self._elementwise.rope_and_store(
             qkv, cache, page_table, step.rows, rope, norms, query_rope, has_layer_norms=self._config.norm == "layer"
         )
 
     def _pages_of(self, layer: AttentionLayer) -> tuple[Tensor, Tensor]:
         """Return the layer's part of the cache, and the page table of its group."""
-        return self._layer_caches[layer.cache_index], self._page_tables[layer.group]
+        own = layer.index if layer.source is None else layer.source
+        index = layer.cache_index if self._config.full_heads is None else own
+        return self._layer_caches[index], self._page_tables[layer.group]
+
+    def _heads_of(self, layer: AttentionLayer) -> HeadShape:
+        return HeadShape(self._config.num_heads, *self._config.heads_of_layer(layer.index))
 
     def attention(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> Tensor:
-        heads = head_shape(self._config)
+        heads = self._heads_of(layer)
         out = narrow(self._now.attended, heads.output_size)
         cache, page_table = self._pages_of(layer)
         sinks = self._no_sinks if layer.sinks is None else layer.sinks
@@ -265,7 +295,8 @@ class CudaOps(DeviceWeights):
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
         rows = step.logit_rows
-        self._attention[self._last_window].begin(rows)
+        for window in self._last_windows:
+            self._attention[window].begin(rows)
         narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True)
         return last_qkv, Residual(values), narrowed
 

@@ -6,6 +6,7 @@ None of them allocates or waits; the caller owns `out` and in-place arguments. T
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ _THREADS_OF_ONE_CHUNK = 512
 _MAX_HEAD_DIM = 32 * _VALUES
 
 _ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
-_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu", "sigmoid_mul")
+_ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu", "sigmoid_mul", "gelu_mul_input")
 _GATHER_ROWS = Kernel("step/copies.cu", "gather_rows", (), num_threads=256)
 
 
@@ -36,6 +37,7 @@ def kernels() -> Iterator[Kernel]:
         yield from (_embed(act), *(_norm(act, entry, 256) for entry in _ROW_NORMS), _norm_q_and_k(act))
         yield from (_activation(act, entry) for entry in _ACTIVATIONS)
         yield from (_rope_and_store(act, kv_dtype) for kv_dtype in KV_MACRO)
+        yield from (_rope_and_store_wide(act, kv_dtype) for kv_dtype in KV_MACRO)
 
 
 def unsupported_reason(
@@ -69,25 +71,28 @@ class Elementwise:
         kv_dtype: str,
         page_size_tokens: int,
         device: torch.device,
-        embedding_scale: float = 1.0,
+        input_size: int = 0,
     ) -> None:
+        """input_size: of `DecoderConfig.layer_input_size`."""
         act = ACT_MACRO[dtype]
         self._launcher = launcher
         self._hidden = np.int32(hidden_size)
         self._unused = torch.zeros(4, device=device)
+        self._no_tokens = torch.zeros(1, dtype=torch.int32, device=device)
         self._eps = np.float32(rms_norm_eps)
-        self._embedding_scale = np.float32(embedding_scale)
         self._embed = _embed(act)
-        self._embed_blocks = _blocks(hidden_size // _VALUES, self._embed)
         norm_threads = _norm_threads(hidden_size)
-        self._add_rms_norm, self._add_layer_norm, self._rms_norm_added = (
-            _norm(act, entry, norm_threads) for entry in _ROW_NORMS
-        )
+        self._add_rms_norm, self._add_layer_norm, added = (_norm(act, entry, norm_threads) for entry in _ROW_NORMS)
+        self._rms_norm_added = {hidden_size: added}
+        """By the width of rows."""
+        if input_size:
+            self._rms_norm_added[input_size] = replace(added, num_threads=_norm_threads(input_size))
         self._norm_q_and_k = _norm_q_and_k(act)
-        self._activations = self._silu_mul, self._gelu_mul, self._gelu, self._sigmoid_mul = [
-            _activation(act, entry) for entry in _ACTIVATIONS
-        ]
-        self._rope_and_store = _rope_and_store(act, kv_dtype)
+        self._activations = [_activation(act, entry) for entry in _ACTIVATIONS]
+        self._silu_mul, self._gelu_mul, self._gelu, self._sigmoid_mul, self._gelu_mul_input = self._activations
+        self._rope_and_store, self._rope_and_store_wide = (
+            make(act, kv_dtype) for make in (_rope_and_store, _rope_and_store_wide)
+        )
         self._rotary_dim = np.int32(rotary_dim)
         self._page_size = np.int32(page_size_tokens)
         self._head_shape = tuple(map(np.int32, (heads.num_heads, heads.num_kv_heads, heads.head_dim)))
@@ -99,20 +104,30 @@ class Elementwise:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
-        norms = (self._add_rms_norm, self._add_layer_norm, self._rms_norm_added, self._norm_q_and_k)
-        return (self._embed, *norms, *self._activations, self._rope_and_store, _GATHER_ROWS)
+        norms = (self._add_rms_norm, self._add_layer_norm, *self._rms_norm_added.values(), self._norm_q_and_k)
+        stores = self._rope_and_store, self._rope_and_store_wide
+        return (self._embed, *norms, *self._activations, *stores, _GATHER_ROWS)
 
-    def embed(self, table: Tensor, input_ids: Tensor, rows: RowArrays, last_tokens: Tensor, residual: Tensor) -> None:
-        """Write the embeddings of input_ids [T], scaled, to residual [T, hidden] fp32; an id outside table [V, hidden]
-        gives 0.
+    def embed(
+        self,
+        table: Tensor,
+        input_ids: Tensor,
+        rows: RowArrays,
+        last_tokens: Tensor,
+        residual: Tensor,
+        scale: float = 1.0,
+    ) -> None:
+        """Write the embeddings of input_ids [T], times scale, to residual [T, width] fp32; an id outside table [V,
+        width] gives 0.
 
         FROM_SLOT stands for the last token of the row's slot, last_tokens [max_slots]. Tokens with FROM_EMBEDDINGS are
         left unchanged.
         """
+        num_tokens, width = residual.shape
         self._launcher.launch(
-            self._embed, (residual.shape[0], self._embed_blocks, 1), table, input_ids, last_tokens, rows.query_starts,
-            rows.slots, residual, int32(rows.slots.shape[0]), int32(table.shape[0]), self._hidden,
-            self._embedding_scale,
+            self._embed, (num_tokens, _blocks(width // _VALUES, self._embed), 1), table, input_ids, last_tokens,
+            rows.query_starts, rows.slots, residual, int32(rows.slots.shape[0]), int32(table.shape[0]), int32(width),
+            np.float32(scale),
         )  # fmt: skip
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, out: Tensor) -> None:
@@ -131,10 +146,14 @@ class Elementwise:
         )  # fmt: skip
 
     def rms_norm_added(self, residual: Tensor, added: Tensor, weight: Tensor) -> None:
-        """residual [T, hidden] fp32 += RMS norm of added [T, hidden] * weight [hidden]."""
-        self._launcher.launch(
-            self._rms_norm_added, (residual.shape[0], 1, 1), residual, added, weight, self._hidden, self._eps
-        )
+        """residual [n, width] fp32 += RMS norm of added [n, width] * weight [width].
+
+        weight may have one more number, by which the sum is multiplied. width: hidden, or input_size.
+        """
+        num_rows, width = residual.shape
+        sizes = int32(width), int32(len(weight) > width)
+        kernel = self._rms_norm_added[width]
+        self._launcher.launch(kernel, (num_rows, 1, 1), residual, added, weight, *sizes, self._eps)
 
     def norm_q_and_k(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> None:
         """RMS norms over all heads of q and over all heads of k in qkv [T, qkv_size], in place. Padding rows too."""
@@ -173,6 +192,29 @@ class Elementwise:
             self._rotary_dim if rope is not None else int32(0), head_norm, self._eps,
         )  # fmt: skip
 
+    def rope_and_store_wide(
+        self,
+        qkv: Tensor,
+        layer_cache: Tensor,
+        page_table: Tensor,
+        rows: RowArrays,
+        rope: Tensor,
+        norms: tuple[Tensor | None, Tensor | None, Tensor | None],
+        heads: HeadShape,
+    ) -> None:
+        """As `rope_and_store`, with the same rope for q and k and RMS norms [head_dim] of q, k and v.
+
+        Without KV heads qkv has only q, and nothing is stored.
+        """
+        weights = (self._unused if norm is None else norm for norm in norms)
+        num_tokens, num_rows, all_heads = len(qkv), int32(len(rows.slots)), heads.qkv_size // heads.head_dim
+        shape = qkv.shape[1] // heads.head_dim, heads.num_heads, heads.num_kv_heads, heads.head_dim, rope.shape[1]
+        self._launcher.launch(
+            self._rope_and_store_wide, (num_tokens, all_heads, 1), qkv, *weights, rope, layer_cache, page_table,
+            rows.query_starts, rows.context_lens, rows.slots, num_rows, int32(page_table.shape[1]), self._page_size,
+            *map(int32, shape), self._eps,
+        )  # fmt: skip
+
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out [T, n] = silu(gate) * up, where gate_up [T, 2 n] is [gate | up]."""
         self._activate(self._silu_mul, gate_up, out)
@@ -190,6 +232,18 @@ class Elementwise:
         num_tokens, size = out.shape
         grid = (num_tokens, _blocks(size // _VALUES, self._sigmoid_mul), 1)
         self._launcher.launch(self._sigmoid_mul, grid, gates, out, int32(size), int32(gates.stride(0)))
+
+    def gelu_mul_input(self, gates: Tensor, inputs: Tensor, tokens: Tensor | None) -> None:
+        """gates [n, size] = gelu(gates) * inputs fp32 [T, size], which may be columns of a wider matrix.
+
+        tokens: int32 [n], the rows of inputs; None for all.
+        """
+        num_rows, size = gates.shape
+        grid = (num_rows, _blocks(size // _VALUES, self._gelu_mul_input), 1)
+        self._launcher.launch(
+            self._gelu_mul_input, grid, gates, inputs, self._no_tokens if tokens is None else tokens, int32(size),
+            int32(inputs.stride(0)), int32(tokens is not None),
+        )  # fmt: skip
 
     def gather_rows(self, source: Tensor, rows: Tensor, out: Tensor) -> None:
         """out [n, m] = source[rows, :m], in any dtype. rows: int32 [n]; a negative one leaves its row of out unchanged.
@@ -242,3 +296,7 @@ def _activation(act: int, entry: str) -> Kernel:
 def _rope_and_store(act: int, kv_dtype: str) -> Kernel:
     macros = (("ACT", act), ("KV_DTYPE", KV_MACRO[kv_dtype]))
     return Kernel("rows/rope_and_store.cu", "rope_and_store", macros, num_threads=256)
+
+
+def _rope_and_store_wide(act: int, kv_dtype: str) -> Kernel:
+    return replace(_rope_and_store(act, kv_dtype), entry="rope_and_store_wide", num_threads=64)

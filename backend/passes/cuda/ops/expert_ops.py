@@ -68,6 +68,8 @@ class CudaExperts:
     """[experts, hidden, width], or quantised like gate_up."""
     biases: tuple[Tensor, Tensor] | None
     """fp32 [experts, gate | up] and [experts, hidden]."""
+    factors: Tensor | None
+    """fp32 [experts], of their results."""
     scale: float
 
 
@@ -88,6 +90,8 @@ class _Buffers:
     """int32 [pairs] by place."""
     ends: Tensor
     """int32 [experts]"""
+    factors: Tensor
+    """fp32 [pairs], if the experts have factors"""
     gate_up: Tensor
     gated: Tensor
     results: Tensor
@@ -107,6 +111,7 @@ def _shapes(
         "places": (max_tokens, experts.per_token, torch.int32),
         "tokens": (pairs, 1, torch.int32),
         "ends": (experts.count, 1, torch.int32),
+        "factors": (pairs if experts.beside_mlp else 0, 1, torch.float32),
         "gate_up": (pairs, 2 * experts.width, dtype),
         "gated": (pairs, experts.width, dtype),
         "results": (pairs, hidden_size, dtype),
@@ -118,7 +123,7 @@ def expert_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, mat
     if config.experts is None:
         return 0
     shapes = _shapes(config.hidden_size, config.experts, dtype, max_tokens, matmul)
-    numbers = config.experts.count * config.hidden_size
+    numbers = config.experts.count * (config.hidden_size + config.experts.beside_mlp)
     if config.experts.biased:
         numbers += config.experts.count * (1 + 2 * config.experts.width + config.hidden_size)
     wide = sum(config.layer_has_experts) * numbers * (4 - dtype.itemsize)
@@ -179,14 +184,19 @@ class CudaExpertOps:
         if weights.gate_up_bias is not None and weights.down_bias is not None:
             biases = wide(weights.gate_up_bias), wide(weights.down_bias)
         linear = CudaLinear(router, router.t(), None if router_bias is None else wide(router_bias))
-        return CudaExperts(linear, gate_up, down, biases, scale)
+        factors = None if weights.factors is None else wide(weights.factors)
+        return CudaExperts(linear, gate_up, down, biases, factors, scale)
 
     def add(self, x: Tensor, experts: CudaExperts, residual: Residual) -> None:
         residual.add_pending()
-        num_tokens, hidden = residual.values.shape
+        self.choose(x, experts)
+        self.add_chosen(x, experts, residual.values)
+
+    def add_chosen(self, x: Tensor, experts: CudaExperts, sums: Tensor) -> None:
+        """Add the results of the experts that `choose` has chosen to sums [T, hidden] fp32."""
+        num_tokens, hidden = sums.shape
         per_token, buffers = self._experts.per_token, self._buffers
         pairs = num_tokens * per_token
-        self._choose(x, experts)
         gate_up, gated, results = (buffer[:pairs] for buffer in (buffers.gate_up, buffers.gated, buffers.results))
         self._products(x, experts.gate_up, gate_up, gathers=True)
         self._mix(gate_up, gated, experts)
@@ -195,7 +205,7 @@ class CudaExpertOps:
         bias = buffers.weights if experts.biases is None else experts.biases[1]
         self._launcher.launch(
             self._add, (num_tokens, _chunks(hidden, self._add), 1), results, buffers.places, buffers.chosen,
-            buffers.weights, bias, residual.values, np.int32(hidden), np.int32(per_token), np.int32(has_bias),
+            buffers.weights, bias, sums, np.int32(hidden), np.int32(per_token), np.int32(has_bias),
             np.float32(experts.scale),
         )  # fmt: skip
 
@@ -214,8 +224,8 @@ class CudaExpertOps:
         sizes = np.int32(x.shape[1]), np.int32(mixed.shape[1])
         self._launcher.launch(self._weight, (len(x), 1, 1), x, gate.weight, mixed, *sizes)
 
-    def _choose(self, x: Tensor, experts: CudaExperts) -> None:
-        """Choose each token's experts, and group the pairs."""
+    def choose(self, x: Tensor, experts: CudaExperts) -> None:
+        """Choose each token's experts from x, the router's input, and group the pairs."""
         settings, buffers, launch = self._experts, self._buffers, self._launcher.launch
         num_tokens, num_pairs = len(x), len(x) * settings.per_token
         inputs = buffers.x[:num_tokens].copy_(x)
@@ -223,6 +233,10 @@ class CudaExpertOps:
         sizes = map(np.int32, (num_tokens, settings.count, settings.per_token, settings.normalises))
         grid = (-(-num_tokens // _TOKENS_PER_BLOCK), 1, 1)
         launch(self._route, grid, logits, buffers.chosen, buffers.weights, *sizes)
+        if experts.factors is not None:
+            chosen = buffers.chosen.view(-1)[:num_pairs]
+            factors = torch.index_select(experts.factors, 0, chosen, out=buffers.factors.view(-1)[:num_pairs])
+            buffers.weights.view(-1)[:num_pairs].mul_(factors)
         sizes = map(np.int32, (num_pairs, settings.per_token))
         grouped = buffers.places, buffers.tokens, buffers.ends
         launch(self._group, (settings.count, 1, 1), buffers.chosen, *grouped, *sizes)

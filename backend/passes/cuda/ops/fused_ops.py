@@ -124,8 +124,9 @@ class FusedCudaOps(CudaOps):
         last_tokens: Tensor,
         ropes: tuple[Tensor, ...],
         attention: dict[int | None, StepAttention],
+        full_layout: CacheLayout | None = None,
     ) -> None:
-        super().open_cache(layout, buffers, last_tokens, ropes, attention)
+        super().open_cache(layout, buffers, last_tokens, ropes, attention, full_layout)
         config = self._config
         self._products = RowProducts(
             self._launcher, self._device.torch_device, head_shape(config), config.hidden_size,

@@ -36,6 +36,7 @@ from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     captured_sizes_of,
     choose_matmul,
     groups_of,
+    make_full_layout,
     make_layout,
     plan_spec,
     rounds_rows,
@@ -108,8 +109,9 @@ class CudaDecoderPass:
         self._spec = plan_spec(config, dtype, sizes, quantization, formats)
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
-        # Several groups move no pages, and pages of the host bring back no states.
-        self._host_kv_bytes = host_kv_bytes if len(self._groups.windows) == 1 and config.delta_net is None else 0
+        # Pages of several groups or sizes do not move to the host, and bring back no states.
+        moves_pages = len(self._groups.windows) == 1 and config.delta_net is None and config.full_heads is None
+        self._host_kv_bytes = host_kv_bytes if moves_pages else 0
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             self._ops = make_ops(
@@ -159,11 +161,13 @@ class CudaDecoderPass:
         longest = min(self._sizes.max_context_tokens, num_pages * page_size_tokens)
         sizes = replace(self._sizes, max_context_tokens=longest)
         layout = make_layout(config, num_pages, page_size_tokens, kv_dtype, self._groups)
+        full_layout = make_full_layout(config, layout)
         try:
             attention = attention_by_window(
                 config,
                 layout,
                 sizes,
+                self._dtype,
                 num_sms=device.num_sms,
                 shared_bytes_per_sm=device.shared_bytes_per_sm,
                 has_wgmma=device.compute_capability == WGMMA_CAPABILITY,
@@ -176,9 +180,14 @@ class CudaDecoderPass:
         ropes = tuple(
             RopeTable(rope).cover(longest)[:longest].to(device.torch_device, copy=True) for rope in config.ropes
         )
-        self._ops.open_cache(layout, self._buffers, self._sampling.last_tokens, ropes, attention)
+        self._ops.open_cache(layout, self._buffers, self._sampling.last_tokens, ropes, attention, full_layout)
         no_host_pages = HostPool(device, layout, 0)
-        self._moves = PageMoves(device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages)
+        full_pages = None
+        if full_layout is not None:
+            full_pages = self._ops.full_cache.view(full_layout.num_layers, num_pages, full_layout.page_bytes)
+        self._moves = PageMoves(
+            device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages, full_layout, full_pages
+        )
         try:
             device.launcher.prepare(
                 [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_moves.kernels()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
 from penstock.backend.errors import StartupError
@@ -19,10 +21,12 @@ from penstock.backend.passes.cuda.attention.step_attention import (
     TwoKernelAttention,
     layer_windows,
 )
+from penstock.backend.passes.cuda.attention.wide_attention import WideAttention
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
-from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
+from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products, side_ops
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses
 from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
@@ -42,8 +46,6 @@ from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 
 if TYPE_CHECKING:
-    import torch
-
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import PackedLinear, Quantization
@@ -100,7 +102,8 @@ def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
 
 def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
     """Return the groups of layers that have pages of their own."""
-    return split_groups(config) if sizes.splits_layers else one_group(config)
+    is_split = sizes.splits_layers and config.full_heads is None  # a group's pages have one size
+    return split_groups(config) if is_split else one_group(config)
 
 
 def plan_spec(
@@ -119,7 +122,7 @@ def plan_spec(
         check_quantization(quantization, config, dtype)
     smallest = PAGE_SIZES_TOKENS[0]
     layout = make_layout(config, 1, smallest, "bf16")
-    attention = attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+    attention = attention_by_window(config, layout, sizes, dtype, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
     matmul = choose_matmul(sizes)
     packed = packed_linears(config, quantization, formats, has_kernels)
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
@@ -132,6 +135,7 @@ def plan_spec(
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
+        side_ops.side_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         delta_net.delta_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
@@ -140,7 +144,7 @@ def plan_spec(
         SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
         4 * mask_ints(config, sizes),
-        4 * sizes.max_context_tokens * config.rope.rotary_dim * len(config.ropes),
+        4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
         _graph_bytes(config, matmul, sizes, mixed, packed, dtype),
@@ -220,7 +224,7 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
     if reason is None:
         layout = make_layout(config, 1, PAGE_SIZES_TOKENS[0], "bf16")
         try:
-            attention_by_window(config, layout, sizes, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
+            attention_by_window(config, layout, sizes, torch.bfloat16, num_sms=1, shared_bytes_per_sm=_SM_SHARED_BYTES)
         except ValueError as error:
             reason = str(error)
     if reason is not None:
@@ -235,11 +239,9 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),
         "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
-        "heads of several sizes": config.full_heads is not None,
-        "norms of values": config.norms_values,
-        "layers that share keys and values": config.num_shared_layers > 0,
-        "inputs of layers": config.layer_input_size > 0,
-        "experts beside the MLP": config.has_experts_beside,
+        "heads of several sizes or shared keys without norms of values": not config.norms_values
+        and (config.full_heads is not None or config.num_shared_layers > 0),
+        "inputs of layers without GELU": config.layer_input_size > 0 and config.activation != "gelu_tanh",
         "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
     }
     return next((name for name, is_present in variations.items() if is_present), None)
@@ -250,19 +252,32 @@ def make_layout(
 ) -> CacheLayout:
     """num_pages: of all groups of layers; by default there is one."""
     num_layers = config.num_layers if groups is None else groups.num_layers
+    if config.full_heads is not None:
+        num_layers = config.num_layers - config.num_shared_layers
+        num_layers -= sum(map(config.has_full_heads, range(num_layers)))
     return CacheLayout(num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
+
+
+def make_full_layout(config: DecoderConfig, layout: CacheLayout) -> CacheLayout | None:
+    """Return the layout of layers with `DecoderConfig.full_heads`, beside that of the others."""
+    if config.full_heads is None:
+        return None
+    num_layers = sum(map(config.has_full_heads, range(config.num_layers - config.num_shared_layers)))
+    num_kv_heads, head_dim = config.full_heads
+    return replace(layout, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def attention_by_window(
     config: DecoderConfig,
     layout: CacheLayout,
     sizes: StepSizes,
+    dtype: torch.dtype,
     *,
     num_sms: int,
     shared_bytes_per_sm: int,
     has_wgmma: bool = False,
 ) -> dict[int | None, StepAttention]:
-    """Return one attention per distinct window. has_wgmma changes no size. Raises ValueError for what no kernel
+    """Return one attention per distinct window. dtype: of activations. has_wgmma changes no size. Raises ValueError for what no kernel
     supports."""
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
@@ -288,7 +303,14 @@ def attention_by_window(
             prefill_sizes,
         )
 
-    return {window: make_attention(window or 0) for window in dict.fromkeys(layer_windows(config))}
+    windows = dict.fromkeys(layer_windows(config))
+    full_layout = make_full_layout(config, layout)
+    if full_layout is None:
+        return {window: make_attention(window or 0) for window in windows}
+    others = {window: make_attention(window) for window in windows if window is not None}
+    tiling = next(iter(others.values()))
+    wide = WideAttention(full_layout, config.num_heads, scale, softcap, tiling, ACT_MACRO[dtype])
+    return {None: wide, **others}
 
 
 def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
@@ -351,6 +373,9 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     launches = matmul.num_launches(num_rows)
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
     per_layer += (config.qk_norm == "projection") + config.parallel_blocks + config.gated_attention
+    if config.layer_input_size:
+        per_layer += 2 * launches + side_ops.LAUNCHES_OF_INPUTS
+    per_layer += side_ops.LAUNCHES_BESIDE * config.has_experts_beside
     of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + delta_net.NUM_LAUNCHES)
     softcap = 0 if config.scales.logits_softcap is None else 3
     of_experts = sum(config.layer_has_experts) * (launches + expert_ops.NUM_LAUNCHES)

@@ -43,6 +43,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     store8(place, y);
 }
 
+// gates [n, size] = gelu(gates) * inputs, of which rows are row_size apart. Row i takes row tokens[i] of inputs, or i
+// without tokens.
+extern "C" __global__ void __launch_bounds__(kThreads, 8)
+    gelu_mul_input(Act* __restrict__ gates, const float* __restrict__ inputs, const int* __restrict__ tokens, int size,
+                   int row_size, int has_tokens) {
+    const int column = (blockIdx.y * kThreads + threadIdx.x) * 8, token = has_tokens ? tokens[blockIdx.x] : int(blockIdx.x);
+    if (column >= size) return;
+    Act* const place = gates + (long long)(blockIdx.x) * size + column;
+    float x[8], y[8];
+    load8(inputs + (long long)(token) * row_size + column, x);
+    load8(place, y);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] = GeluTanh{}(y[j]) * x[j];
+    store8(place, y);
+}
+
 // x and out [T, size].
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     gelu(const Act* __restrict__ x, Act* __restrict__ out, int size) {

@@ -90,11 +90,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     add_and_norm<true>(residual, delta, weight, out, hidden, has_delta, eps);
 }
 
-// residual [T, hidden] fp32 += the RMS norm of added [T, hidden].
+// residual [T, hidden] fp32 += the RMS norm of added [T, hidden]. With has_factor the sum is multiplied by weight[hidden].
 extern "C" __global__ void __launch_bounds__(1024, 1)
     rms_norm_added(float* __restrict__ residual, const Act* __restrict__ added, const float* __restrict__ weight,
-                   int hidden, float eps) {
+                   int hidden, int has_factor, float eps) {
     const long long row = (long long)(blockIdx.x) * hidden;
+    const float factor = has_factor ? weight[hidden] : 1.0f;
     Row x, weights, sum;
     load_row(added + row, hidden, x);
     load_row(weight, hidden, weights);
@@ -102,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     norm_row<false>(x, weights, nullptr, hidden, eps);
     for_each_chunk(hidden, [&](int i, int at) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[i][j] += x[i][j];
+        for (int j = 0; j < 8; ++j) sum[i][j] = (sum[i][j] + x[i][j]) * factor;
         store8(residual + row + at, sum[i]);
     });
 }

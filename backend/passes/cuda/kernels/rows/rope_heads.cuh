@@ -112,6 +112,13 @@ struct HeadStore {
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = is_value ? x[j] : rotated[j];
         }
+        write(x, source, head, lane, present, slot, position);
+    }
+
+    // Write chunk `lane` of a head that is normed and rotated: back if it is a query, else to the cache.
+    __device__ __forceinline__ void write(float (&x)[8], Act* source, int head, int lane, bool present, int slot,
+                                          int position) const {
+        const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
         if (is_query && present) store8(source, x);
 #if KV_DTYPE == 2
         const float scale = quantise(x);
