@@ -25,7 +25,7 @@ from penstock.backend.checkpoint.tensor_files.safetensors_file import Safetensor
 from penstock.backend.errors import StartupError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")
+ADAPTED_FIELDS = ("qkv", "o", "delta_gates", "gate_up", "down")
 """The fields of `LayerWeights` whose linears may have adapters."""
 _PREFIX = "base_model.model."
 """The prefix of all names that peft writes."""
@@ -52,8 +52,8 @@ class PeftAdapter:
 
     def __init__(self, directory: Path, config: DecoderConfig, *, is_turned: bool = False) -> None:
         """Raises StartupError naming the file with the key or the tensor, what is there and what should be."""
-        if config.delta_net is not None:
-            raise StartupError(f"{directory}: adapters of a {config.architecture} are not supported")
+        if config.delta_net is not None and not config.delta_net.has_log_decay:
+            raise StartupError(f"{directory}: adapters of a GGUF file with delta rules are not supported")
         self.interleaves_rope = config.interleaved_rope and not is_turned
         """Neighbours among the outputs of q and k rotate together, in the adapter as in the base model."""
         self.settings: PeftConfig = read_peft_config(directory)

@@ -22,9 +22,7 @@ from penstock.backend.passes.decoder.packing import (
     pack_norm,
     side_ops,
 )
-from penstock.backend.passes.decoder.row_orders import (
-    rotate_half_order,
-)
+from penstock.backend.passes.decoder.row_orders import delta_gates_order, delta_in_order, qkv_order
 from penstock.backend.passes.ops.interface import (
     Array,
     Linear,
@@ -82,11 +80,11 @@ class DecoderModel:
         """
         read: list[Any] = []
         for index, layer in enumerate(self._layers):
-            of_layer = adapter.layer(index)
+            of_layer, orders = adapter.layer(index), _output_orders(self._config, index, adapter)
             for field, linear in _adapted_linears(layer).items():
-                added = of_layer.get(field, [])
-                if field == "qkv" and adapter.interleaves_rope:
-                    added = [_reorder_outputs(self._config, lora) for lora in added]
+                added, order = of_layer.get(field, []), orders.get(field)
+                if order is not None:
+                    added = [_reorder_outputs(lora, order) for lora in added]
                 read.append(of_linears.prepare(linear, added) if added else None)
         return read
 
@@ -189,10 +187,20 @@ class DecoderModel:
 def _adapted_linears(layer: Layer) -> dict[str, Any]:
     """Field of `LayerWeights` → linear, of those that may have adapters."""
     linears = {"qkv": layer.qkv, "o": layer.output}
+    if layer.delta_net is not None:
+        linears["delta_gates"] = layer.delta_net.gates
     return linears if layer.mlp is None else linears | {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
 
 
-def _reorder_outputs(config: DecoderConfig, lora: LoraWeights) -> LoraWeights:
-    """Reorder an adapter's outputs. They are whole parts of q, k and v, and the new order mixes no parts."""
+def _output_orders(config: DecoderConfig, index: int, adapter: PeftAdapter) -> dict[str, Tensor | None]:
+    """Field of `LayerWeights` → the order of its outputs, if it is not the adapter's."""
+    net = config.delta_net_of_layer(index)
+    if net is not None:
+        return {"qkv": delta_in_order(config, net), "delta_gates": delta_gates_order(config, net)}
+    return {"qkv": None if config.interleaved_rope and not adapter.interleaves_rope else qkv_order(config)}
+
+
+def _reorder_outputs(lora: LoraWeights, order: Tensor) -> LoraWeights:
+    """Reorder an adapter's outputs. They are whole parts, such as q, and the new order mixes no parts."""
     first, count = lora.first_output, len(lora.up)
-    return replace(lora, up=lora.up[rotate_half_order(config)[first : first + count] - first])
+    return replace(lora, up=lora.up[order[first : first + count] - first])

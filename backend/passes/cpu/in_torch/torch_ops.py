@@ -119,7 +119,7 @@ class TorchOps:
         self._dtype = dtype
         self.adapters = TorchAdapters()
         net = config.delta_net
-        self._delta_net = None if net is None else TorchDeltaNetOps(net, config.norm_eps, self._product)
+        self._delta_net = None if net is None else TorchDeltaNetOps(net, config.norm_eps, self._adapted)
         self.cache = PagedCache((), 0, 1, "fp32")
         self.side = TorchSideOps(
             config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm

@@ -115,7 +115,10 @@ class CudaOps(DeviceWeights):
         attention: dict[int | None, StepAttention],
         full_layout: CacheLayout | None = None,
     ) -> None:
-        """Allocate the cache. full_layout: of layers with `DecoderConfig.full_heads`. ropes: each [positions, rotary_dim]; last_tokens int32 by slot; attention by window."""
+        """Allocate the cache. ropes: each [positions, rotary_dim]; last_tokens int32 by slot; attention by window.
+
+        full_layout: of layers with `DecoderConfig.full_heads`.
+        """
         config = self._config
         self.layout = layout
         self.cache = torch.zeros(

@@ -212,9 +212,12 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
         raise StartupError(
             f"{config.architecture} is not on the GPU yet: there are no kernels for {variation}; use --gpu none"
         )
+    own_rope = config.rope if config.full_heads is None else config.window_rope or config.rope
     reason = elementwise.unsupported_reason(
-        config.hidden_size, config.intermediate_size, config.head_dim, config.rope.rotary_dim, "bf16"
+        config.hidden_size, config.intermediate_size, config.head_dim, own_rope.rotary_dim, "bf16"
     )
+    if reason is None and config.rope.rotary_dim % 16:
+        reason = f"rotary_dim of full attention is {config.rope.rotary_dim}; it must be a multiple of 16"
     if config.logits_width > MAX_VOCAB:
         reason = f"the output layer has {config.logits_width} values; the sampler supports at most {MAX_VOCAB}"
     if reason is None and config.experts is not None:
@@ -277,8 +280,10 @@ def attention_by_window(
     shared_bytes_per_sm: int,
     has_wgmma: bool = False,
 ) -> dict[int | None, StepAttention]:
-    """Return one attention per distinct window. dtype: of activations. has_wgmma changes no size. Raises ValueError for what no kernel
-    supports."""
+    """Return one attention per distinct window. dtype: of activations. has_wgmma changes no size.
+
+    Raises ValueError for what no kernel supports.
+    """
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
     def make_attention(window_tokens: int) -> StepAttention:
@@ -373,6 +378,7 @@ def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     launches = matmul.num_launches(num_rows)
     per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
     per_layer += (config.qk_norm == "projection") + config.parallel_blocks + config.gated_attention
+    per_layer += sum(norm is not None for norm in (config.names.attention_output_norm, config.names.mlp_output_norm))
     if config.layer_input_size:
         per_layer += 2 * launches + side_ops.LAUNCHES_OF_INPUTS
     per_layer += side_ops.LAUNCHES_BESIDE * config.has_experts_beside

@@ -56,6 +56,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "layer_types": _ALTERNATING},
     "starcoder2": {},
     "qwen3.5": _DELTA_RULE,
+    "gemma4": {"num_hidden_layers": 3, "global_head_dim": 128},
+    "gemma4-e": {"num_hidden_layers": 7, "global_head_dim": 512, "vocab_size_per_layer_input": VOCAB_SIZE},
+    "gemma4-moe": {"num_hidden_layers": 3, "global_head_dim": 128},
     # The last layer has a delta rule.
     "qwen3-next": _DELTA_RULE | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
 }

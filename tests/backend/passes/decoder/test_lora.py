@@ -33,7 +33,7 @@ from tests.temporary import make_shared_directory
 
 PRESETS = (
     *("llama3", "gemma2", "gemma3", "granite", "starcoder2"),
-    *("phi3-partial", "glm4", "cohere-qk-norm", "qwen2-moe", "olmo3", "gemma4", "gemma4-e"),
+    *("phi3-partial", "glm4", "cohere-qk-norm", "qwen2-moe", "olmo3", "gemma4", "gemma4-e", "qwen3.5", "qwen3-next"),
 )
 """Fused linears, interleaved rotation, scaled and normed results, parallel blocks, an MLP without a gate, experts."""
 EACH = (NO_ADAPTER, 0, 1, 2)
