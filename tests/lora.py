@@ -29,7 +29,9 @@ def linears(model: Any, targets: Collection[str] | None = None) -> dict[str, nn.
     found = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        is_wanted = last.endswith(("_proj", "c_fc")) or last.startswith("in_proj_") if targets is None else last in targets
+        is_wanted = (
+            last.endswith(("_proj", "c_fc")) or last.startswith("in_proj_") if targets is None else last in targets
+        )
         if isinstance(module, nn.Linear) and ".layers." in name and ".experts." not in name and is_wanted:
             found[name] = module
     return found

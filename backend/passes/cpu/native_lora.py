@@ -58,6 +58,8 @@ class NativeAdapters:
 
 def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
     """Return the tensors that the struct points to."""
+    if any(lora.first_output % _STRIP for lora in loras):
+        loras = [_joined(loras)]
     stacked = torch.cat([lora.down for lora in loras])
     down = functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype).contiguous()
     struct.down, struct.num_ranks = down.data_ptr(), len(down)
@@ -79,6 +81,17 @@ def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torc
             tensors.append(up)
         first_rank += num_ranks
     return tensors
+
+
+def _joined(loras: list[LoraWeights]) -> LoraWeights:
+    """One addition instead of several: strips of outputs would have those of two."""
+    up = torch.zeros(max(each.first_output + len(each.up) for each in loras), sum(len(each.down) for each in loras))
+    first_rank = 0
+    for each in loras:
+        end_rank = first_rank + len(each.down)
+        up[each.first_output : each.first_output + len(each.up), first_rank:end_rank] = each.up
+        first_rank = end_rank
+    return replace(loras[0], first_output=0, down=torch.cat([each.down for each in loras]), up=up)
 
 
 def _halves(lora: LoraWeights, linear: Linear) -> Iterator[LoraWeights]:

@@ -104,11 +104,15 @@ class StoreCase:
 
 
 def expected_heads(
-    qkv: Tensor, case: StoreCase, rope: Tensor | None, norms: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    case: StoreCase,
+    rope: Tensor | None,
+    norms: tuple[Tensor, Tensor] | None,
+    query_factor: float = 1.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Expected q, k and v, [T, heads, head_dim]; rounded to the dtype after the norm, as separate operations would.
 
-    q is rotated by 1.5 times rope.
+    q is rotated by query_factor times rope.
     """
     shape = case.heads
     heads = qkv.view(len(qkv), -1, shape.head_dim)
@@ -119,7 +123,7 @@ def expected_heads(
         q, k = (rms_norm(x, weight).to(qkv.dtype) for x, weight in zip((q, k), norms, strict=True))
     if rope is not None:
         turned = []
-        for part, table in ((q.double(), 1.5 * rope), (k.double(), rope)):
+        for part, table in ((q.double(), query_factor * rope), (k.double(), rope)):
             cos, sin = table.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
             half = case.rotary_dim // 2
             x, y, rest = torch.split(part, [half, half, shape.head_dim - case.rotary_dim], dim=-1)
@@ -190,6 +194,30 @@ def check_store(
     return error
 
 
+def check_wide_store(launcher: Launcher, case: StoreCase, dtype: torch.dtype) -> float:
+    """Check q, and k and v in the cache, all with norms; gates behind q do not change."""
+    torch.manual_seed(case.heads.head_dim)
+    heads, size = case.heads, case.heads.output_size
+    qkv = torch.randn(case.num_tokens, heads.qkv_size + size).to(dtype)
+    before, layer = qkv.clone(), torch.full((case.layout.layer_bytes,), 0xFF, dtype=torch.uint8)
+    q_norm, k_norm, v_norm = torch.rand(3, heads.head_dim) + 0.5
+    rope, norms = rope_rows(3 * case.page_size, case.rotary_dim), (q_norm, k_norm, v_norm)
+    elementwise = make(launcher, dtype, heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
+    elementwise.rope_and_store_wide(qkv, layer, case.page_table, case.rows, rope, norms, heads)
+    plain = torch.cat([before[:, :size], before[:, 2 * size :]], dim=1)
+    q, k, v = expected_heads(plain, case, rope, (q_norm, k_norm), query_factor=1.0)
+    written = [token for token, _, _ in case.places()]
+    for token, page, place in case.places():
+        for which, expected in ((0, k[token]), (1, rms_norm(v[token], v_norm).to(dtype))):
+            numbers, scales = case.read(layer, which, page, place)
+            check_stored(case.kv_dtype, numbers, scales, expected, dtype, exact=False)
+    require_same_bits("all but q", qkv[:, size:], before[:, size:])
+    require_same_bits("the padding row", qkv[1], before[1])
+    found, expected = qkv[written, :size].view(len(written), -1, heads.head_dim), q[written].double()
+    sizes = expected.abs().amax(dim=-1, keepdim=True)
+    return require_close("queries", found.double() / sizes, expected / sizes, TOLERANCE[dtype], 0.5 * TOLERANCE[dtype])
+
+
 def check_stored(
     kv_dtype: str, numbers: Tensor, scales: Tensor, heads: Tensor, dtype: torch.dtype, *, exact: bool
 ) -> None:
@@ -246,8 +274,11 @@ def check_added_norm(launcher: Launcher, dtype: torch.dtype, hidden: int) -> flo
     torch.manual_seed(hidden)
     residual, weight = torch.randn(3, hidden), torch.randn(hidden)
     added = (torch.randn(3, hidden) * torch.tensor([[1.0], [1e-3], [30.0]])).to(dtype)
-    expected = residual.double() + rms_norm(added, weight)
-    make(launcher, dtype, hidden=hidden).rms_norm_added(residual, added, weight)
+    expected, scaled = residual.double() + rms_norm(added, weight), residual.clone()
+    kernels = make(launcher, dtype, hidden=hidden)
+    kernels.rms_norm_added(residual, added, weight)
+    kernels.rms_norm_added(scaled, added, torch.cat([weight, torch.tensor([0.7])]))
+    check_close("the residual stream, scaled", scaled, 0.7 * expected, torch.float32)
     return check_close("the residual stream", residual, expected, torch.float32)
 
 
@@ -285,6 +316,25 @@ def check_gate(launcher: Launcher, dtype: torch.dtype, name: str, size: int) -> 
     functional = torch.nn.functional
     activated = functional.silu(gate) if name == "silu_mul" else functional.gelu(gate, approximate="tanh")
     return check_close(name, out, activated * up, dtype)
+
+
+def check_gates(launcher: Launcher, dtype: torch.dtype, size: int) -> float:
+    """Check results times sigmoids, and GELUs times inputs of chosen tokens; both read columns of wider rows."""
+    torch.manual_seed(3)
+    wide, x = 4 * torch.randn(5, 3 * size), torch.randn(2, 2, size).to(dtype)
+    gates, kernels, own = wide[:2].to(dtype)[:, size : 2 * size], make(launcher, dtype), slice(size, 2 * size)
+    expected = x[0].double() * gates.double().sigmoid()
+    kernels.sigmoid_mul(gates, x[0])
+    check_close("gated results", x[0], expected, dtype)
+    for tokens in (None, ints(4, 2)):
+        found = x[1].clone()
+        expected = (
+            torch.nn.functional.gelu(found.double(), approximate="tanh")
+            * wide[[0, 1] if tokens is None else tokens][:, own]
+        )
+        kernels.gelu_mul_input(found, wide[:, own], tokens)
+        error = check_close("gated inputs", found, expected, dtype)
+    return error
 
 
 def check_embedding(launcher: Launcher, dtype: torch.dtype, hidden: int) -> None:
@@ -340,6 +390,7 @@ def _checks(
         for gate in ("silu_mul", "gelu_mul"):
             yield check_of("gate", f"{gate}.{name}", check_gate, dtype=dtype, name=gate, size=1032)
         yield check_of("gate", f"gelu.{name}", check_gelu, dtype=dtype, size=1032)
+        yield check_of("gate", f"beside.{name}", check_gates, dtype=dtype, size=1032)
         for heads in (HeadShape(7, 1, 64), HeadShape(32, 8, 128)):
             yield check_of("norm", f"heads.{name}.{heads.num_heads}", check_norm_of_all_heads, dtype=dtype, heads=heads)
         yield check_of("gather", name, check_gather, dtype=dtype)
@@ -350,6 +401,8 @@ def _checks(
                 page_size, heads = page_sizes[number % len(page_sizes)], HeadShape(7, 1, head_dim)
                 sizes = (heads, kv_dtype, page_size, head_dim)
                 yield check_of("rope_and_store", f"{name}.{kv_dtype}.{head_dim}", _store, dtype=dtype, sizes=sizes)
+            wide = StoreCase(HeadShape(7, 2, 512), kv_dtype, 16, 512)
+            yield check_of("rope_and_store", f"wide.{name}.{kv_dtype}", check_wide_store, case=wide, dtype=dtype)
     for kv_dtype in ("q8_0", "bf16"):
         yield check_of("copy_pages", kv_dtype, check_page_copies, kv_dtype=kv_dtype)
 

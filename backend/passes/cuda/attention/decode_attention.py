@@ -210,8 +210,8 @@ class DecodeAttention:
         """Write out[r] for the queries qkv[r] of each planned row r; other rows of out do not change.
 
         qkv [T, any number of heads * head_dim], with the queries first, and out [T, num_heads * head_dim] have the
-        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages]. sinks: fp32
-        [num_heads], a score of each head that takes part in the softmax and has no value; -inf for none.
+        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages. page_table: int32 [max_slots, max_pages].
+        sinks: fp32 [num_heads], a score of each head that takes part in the softmax and has no value; -inf for none.
         """
         act = _ACTS[qkv.dtype]
         if out.dtype != qkv.dtype:

@@ -160,9 +160,9 @@ class PrefillAttention:
         """Write out for each token of the rows in tiles; the rest of out does not change.
 
         qkv [T, any number of heads * head_dim], with the queries first, and out [T, num_heads * head_dim] have the
-        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and values.
-        page_table: int32 [max_slots, max_pages]. workspace: of `workspace_sizes`. tiles: int32 in any shape, the result
-        of `tiles` for these rows. sinks: as of `DecodeAttention.attend`.
+        same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and
+        values. page_table: int32 [max_slots, max_pages]. workspace: of `workspace_sizes`. tiles: int32 in any shape,
+        the result of `tiles` for these rows. sinks: as of `DecodeAttention.attend`.
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")

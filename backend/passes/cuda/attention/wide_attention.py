@@ -85,9 +85,15 @@ class WideAttention:
         sinks: Tensor,  # noqa: ARG002 - no model with such layers has any
         out: Tensor,
     ) -> None:
-        layout, rows = self.layout, step.rows
+        self.launch(self._launcher, qkv, layer_cache, page_table, step.rows, out)
+
+    def launch(
+        self, launcher: Launcher, qkv: Tensor, layer_cache: Tensor, page_table: Tensor, rows: RowArrays, out: Tensor
+    ) -> None:
+        """Write out [T, num_heads * head_dim]; qkv [T, any number of heads * head_dim] begins with the queries."""
+        layout = self.layout
         sizes = layout.page_size_tokens, qkv.shape[1] // layout.head_dim, layout.num_kv_heads, layout.head_dim
-        self._launcher.launch(
+        launcher.launch(
             _kernel(self.act, layout.kv_dtype), (len(qkv), self.num_heads, 1), out, qkv, layer_cache, page_table,
             rows.query_starts, rows.context_lens, rows.slots, int32(len(rows.slots)), int32(page_table.shape[1]),
             *map(int32, sizes), np.float32(self.scale), np.float32(self.softcap),

@@ -109,6 +109,7 @@ def rowwise_library(monkeypatch: pytest.MonkeyPatch) -> None:
         (("llama-bias", "bf16", "fp8"), {}),
         (("ministral", "fp32", "q8_0"), {}),
         (("gpt-oss", "bf16", "bf16"), {}),
+        (("qwen3-next", "fp32", "bf16"), {}),
         (("qwen3", "bf16", "q8_0"), {"quantize": "int8"}),
         (("llama-tied", "fp32", "bf16"), {"max_running": 70}),  # there may be more rows than tokens
     ],

@@ -346,6 +346,9 @@ def test_an_unsupported_page_size_is_refused() -> None:
         ("mistral", "bf16", True, "none"),
         ("qwen2-moe", "bf16", True, "none"),
         ("qwen3", "bf16", False, "int8"),
+        ("qwen3.5", "bf16", False, "none"),
+        ("gemma4-e", "bf16", True, "none"),
+        ("gemma4-moe", "bf16", False, "none"),
         ("llama3 with 4096 tokens", "bf16", False, "none"),
         ("llama3 with 4096 tokens", "bf16", True, "none"),
     ],
@@ -364,7 +367,8 @@ def test_the_pass_takes_the_announced_memory(architecture: str, dtype: str, dete
     assert made.spec == CudaDecoderPass.describe(model_dir, pass_options)
     made.create_cache(num_pages=256, page_size_tokens=16, kv_dtype="q8_0")
     cache_bytes = 256 * 16 * made.spec.kv_bytes_per_token["q8_0"]
-    assert made._ops.cache.numel() == cache_bytes
+    assert made._ops.cache.numel() + made._ops.full_cache.numel() == cache_bytes
+    cache_bytes += MAX_ROWS * made.spec.state_bytes_per_sequence
     taken = storages()
     for pinned in made.device.pinned_tensors:
         del taken[pinned.data_ptr()]

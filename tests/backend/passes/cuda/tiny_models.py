@@ -26,7 +26,7 @@ VOCAB_SIZE = 200
 MAX_ROWS = 6
 RAGGED = (1, 7, 16, 17, 40)
 _ALTERNATING = ["sliding_attention", "full_attention"]
-_DELTA_RULE = {"num_hidden_layers": 3, "linear_key_head_dim": 64}
+_DELTA_RULE = {"linear_key_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama3": {},
     "llama-tied": {"num_attention_heads": 8},
@@ -56,11 +56,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "layer_types": _ALTERNATING},
     "starcoder2": {},
     "qwen3.5": _DELTA_RULE,
-    "gemma4": {"num_hidden_layers": 3, "global_head_dim": 128},
-    "gemma4-e": {"num_hidden_layers": 7, "global_head_dim": 512, "vocab_size_per_layer_input": VOCAB_SIZE},
-    "gemma4-moe": {"num_hidden_layers": 3, "global_head_dim": 128},
-    # The last layer has a delta rule.
-    "qwen3-next": _DELTA_RULE | {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+    # The last layer has a delta rule, and the first one experts.
+    "qwen3-next": _DELTA_RULE | {"layer_types": ["full_attention", "linear_attention"]},
+    "gemma4-e": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": [*_ALTERNATING, *_ALTERNATING],
+        "global_head_dim": 512,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "gemma4-moe": {"layer_types": _ALTERNATING, "global_head_dim": 128},
 }
 
 

@@ -14,10 +14,13 @@ from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
-from penstock.tools.gpu.cases.attention import decode, encoder, prefill
+from penstock.tools.gpu.cases.attention import decode, delta_net, encoder, prefill, wide
+from penstock.tools.gpu.cases.attention.delta_net import DeltaCase
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase
 from penstock.tools.gpu.cases.attention.paged_rows import Row
+from penstock.tools.gpu.cases.attention.wide import WideCase
 from penstock.tools.gpu.cases.check import Check, check_of, require_same_bits, require_within
+from penstock.tools.gpu.cases.elementwise import DTYPES
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
 _PAGE_SIZES_TOKENS = (16, 32, 64)
@@ -26,6 +29,8 @@ _PAGE_SIZES_TOKENS = (16, 32, 64)
 def wide_checks(shared_bytes: int) -> Iterator[Check]:
     """shared_bytes: shared memory of one of the device's multiprocessors."""
     yield from encoder_checks()
+    yield from delta_checks()
+    yield from wide_head_checks()
     yield check_of("decode", "plan", decode.check_plan)
     for number, (kv_dtype, head_dim) in enumerate(_caches()):
         for group in _GROUPS:
@@ -59,6 +64,9 @@ def small_checks(shared_bytes: int) -> Iterator[Check]:
         yield check_of("encoder", f"small.{name}", encoder.check_attention, case=local)
     yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
     yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
+    case = DeltaCase.of(64, 16, torch.bfloat16)
+    yield check_of("delta_net", "small", delta_net.check_delta, case=case)
+    yield check_of("wide", "small", wide.check_wide, case=WideCase(512, "q8_0", torch.bfloat16))
 
 
 def invariance_checks(shared_bytes: int) -> Iterator[Check]:
@@ -68,6 +76,8 @@ def invariance_checks(shared_bytes: int) -> Iterator[Check]:
         yield check_of("prefill", f"cut.{kv_dtype}", _prefill_in_any_chunks, kv_dtype=kv_dtype)
     for dtype, name in ENCODER_DTYPES.items():
         yield check_of("encoder", f"company.{name}", encoder.check_company, dtype=dtype)
+    yield check_of("delta_net", "cut", delta_net.check_delta_cuts, case=DeltaCase.of(128, 64, torch.bfloat16))
+    yield check_of("wide", "cut", wide.check_wide_cuts, case=WideCase(256, "bf16", torch.bfloat16))
 
 
 def small_wgmma_checks() -> Iterator[Check]:
@@ -100,6 +110,23 @@ def encoder_checks() -> Iterator[Check]:
                 yield check_of("encoder", f"{kind}.{name}.{head_dim}", encoder.check_attention, case=case)
         steep = EncoderCase(64, dtype, (150,), is_steep=True)
         yield check_of("encoder", f"steep.{name}", encoder.check_attention, case=steep)
+
+
+def delta_checks() -> Iterator[Check]:
+    """Yield the wide checks of delta rules."""
+    for name, dtype in DTYPES.items():
+        for key_dim, value_dim in ((64, 48), (128, 128)):
+            case = DeltaCase.of(key_dim, value_dim, dtype, tiles=key_dim == 64)
+            yield check_of("delta_net", f"{name}.{key_dim}", delta_net.check_delta, case=case)
+
+
+def wide_head_checks() -> Iterator[Check]:
+    """Yield the wide checks of attention of wide heads."""
+    for name, dtype in DTYPES.items():
+        for kv_dtype in KV_MACRO:
+            for head_dim, softcap in ((512, 0.0), (96, 3.0)):
+                case = WideCase(head_dim, kv_dtype, dtype, softcap)
+                yield check_of("wide", f"{name}.{kv_dtype}.{head_dim}", wide.check_wide, case=case)
 
 
 def _caches() -> Iterator[tuple[str, int]]:

@@ -1,0 +1,86 @@
+"""Hybrids of attention and delta rules on the emulator: states of slots. Logits are compared in test_pass_on_emulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
+from tests.backend.passes.cuda.test_pass_in_engine import AheadBench
+from tests.backend.passes.cuda.tiny_models import checkpoint, make_driver, options, oracle_logits, prompts, run_prompts
+from tests.backend.passes.decoder.driver import Driver
+
+
+def make_deterministic(architecture: str) -> Driver:
+    made = EmulatedCudaPass.load(checkpoint(architecture), replace(options("bf16"), deterministic=True))
+    return Driver(made, num_pages=32, page_size=16, kv_dtype="bf16", seed=3)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3.5", "qwen3-next"])
+def test_logits_are_the_same_bits_in_any_chunks_and_slots(architecture: str) -> None:
+    """Alone, in a batch with chunks, and begun again in the slot of another sequence, as after a preemption.
+
+    What a slot contains before a sequence begins is not read.
+    """
+    prompt, *others = prompts((45, 1, 30), seed=4)
+    expected = run_prompts(make_deterministic(architecture), [prompt])[0]
+    driver = make_deterministic(architecture)
+    for layer in driver.forward_pass._ops.delta_net._layers:
+        layer.states.fill_(float("nan"))
+        layer.inputs.fill_(float("nan"))
+    first, *_ = rows = [driver.add(tokens) for tokens in (prompt, *others)]
+    driver.step([(first, 20), (rows[2], 3)])
+    driver.remove(first)
+    driver.step([(driver.add(others[1]), 9), (rows[1], 1)])
+    again = driver.add(prompt)
+    logits: dict[int, Any] = {}
+    for count in (1, 2, 7, 35):
+        logits = driver.step([(again, count), (rows[2], 1)])
+    np.testing.assert_array_equal(logits[again.slot], expected)
+    driver.forward_pass.device.require_same_graphs()
+
+
+def test_states_have_the_announced_bytes_and_pages_only_layers_with_attention() -> None:
+    made = make_driver("qwen3.5").forward_pass
+    on_cpu = CpuDecoderPass.describe(checkpoint("qwen3.5"), options())
+    layers = made._ops.delta_net._layers
+    num_bytes = sum(state.nbytes for layer in layers for state in (layer.states, layer.inputs))
+    assert num_bytes == len(layers[0].states) * made.spec.state_bytes_per_sequence
+    assert made.spec.state_bytes_per_sequence == on_cpu.state_bytes_per_sequence
+    assert made.spec.kv_bytes_per_token == {**on_cpu.kv_bytes_per_token, "fp8": on_cpu.kv_bytes_per_token["bf16"] // 2}
+    assert not made.spec.verifies_drafts
+
+
+def test_preempted_requests_have_the_tokens_of_transformers() -> None:
+    """Runs in the engine with a step in flight; there are no host pages, because pages bring back no states."""
+    made = EmulatedCudaPass.load(checkpoint("qwen3.5"), replace(options(max_batch_tokens=48), host_kv_bytes=1 << 30))
+    bench = AheadBench(made, num_pages=7)
+    batch = prompts((20, 30, 28))
+    for request_id, prompt in enumerate(batch):
+        bench.submit(list(prompt), 12, request_id=request_id)
+    bench.run_dry()
+    for request_id, prompt in enumerate(batch):
+        tokens = bench.received(request_id).token_ids
+        choices = oracle_logits("qwen3.5", (*prompt, *tokens[:-1])).argmax(axis=1)[len(prompt) - 1 :]
+        assert tokens == choices.tolist()
+        assert len(tokens) == 12
+    assert bench.scheduler.num_preemptions > 0
+    assert made.num_host_pages == 0
+    bench.close()
+
+
+def test_copied_pages_of_wide_heads_equal_their_sources() -> None:
+    driver = make_driver("gemma4-e", "bf16")
+    prompt = prompts((40,))[0]
+    row = driver.add(prompt)
+    expected = driver.prefill()[row.slot]
+    fork = driver.add(prompt)
+    fork.pages, fork.computed = [driver.free_pages.pop() for _ in range(3)], 39
+    copies = tuple(zip(row.pages, fork.pages, strict=True))
+    batch = replace(driver.build([(fork, 1)]), page_copies=copies)
+    logits = driver.forward_pass.host_logits(driver.forward_pass.forward(batch))[0]
+    np.testing.assert_allclose(logits, expected, atol=1e-2, rtol=0)
