@@ -7,18 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 94_050
-MAX_LABORATORY_LINES = 19_540
-MAX_DOC_WORDS = 77_800
+MAX_PRODUCT_LINES = 94_620
+MAX_LABORATORY_LINES = 19_810
+MAX_DOC_WORDS = 77_815
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_060,
-    "backend/checkpoint": 12_880,
+    "backend/checkpoint": 12_890,
     "backend/engine": 4_950,
     "backend/forward_pass": 790,
     "backend/kv_cache": 2_350,
-    "backend/passes": 17_020,
+    "backend/passes": 17_580,
     "backend/sampling": 840,
     "backend/scheduling": 2_050,
     "backend/sequences": 890,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_360,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 900,
-    "tools/gpu": 7_000,
+    "tools/gpu": 7_270,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

@@ -1,4 +1,4 @@
-"""Hybrids of attention and delta rules on the emulator: states of slots. Logits are compared in test_pass_on_emulator."""
+"""Hybrids of attention and delta rules: states of slots. test_pass_on_emulator compares logits."""
 
 from __future__ import annotations
 
