@@ -74,7 +74,7 @@ def test_preempted_requests_have_the_tokens_of_transformers() -> None:
 
 
 def test_copied_pages_of_wide_heads_equal_their_sources() -> None:
-    driver = make_driver("gemma4-e", "bf16")
+    driver = make_driver("gemma4-e")
     prompt = prompts((40,))[0]
     row = driver.add(prompt)
     expected = driver.prefill()[row.slot]
@@ -83,4 +83,4 @@ def test_copied_pages_of_wide_heads_equal_their_sources() -> None:
     copies = tuple(zip(row.pages, fork.pages, strict=True))
     batch = replace(driver.build([(fork, 1)]), page_copies=copies)
     logits = driver.forward_pass.host_logits(driver.forward_pass.forward(batch))[0]
-    np.testing.assert_allclose(logits, expected, atol=1e-2, rtol=0)
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
