@@ -65,8 +65,10 @@ class CudaSideOps:
 
     def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
         pack = self._weights.pack_linear
-        is_plain = isinstance(table, Tensor)
-        self._table = self._weights.table(table) if is_plain else self._weights.packed_table(table, pack(table, None))
+        if isinstance(table, Tensor):
+            self._table: Any = self._weights.table(table)
+        else:
+            self._table = self._weights.packed_table(table, pack(table, None))
         self._projection = pack(projection, None, self._config.hidden_size**-0.5)
         self._norm_and_factor = self._weights.vector(torch.cat([norm.float(), norm.new_full((1,), 0.5**0.5).float()]))
 

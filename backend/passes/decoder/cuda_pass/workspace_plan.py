@@ -312,7 +312,9 @@ def attention_by_window(
     full_layout = make_full_layout(config, layout)
     if full_layout is None:
         return {window: make_attention(window or 0) for window in windows}
-    others = {window: make_attention(window) for window in windows if window is not None}
+    others: dict[int | None, StepAttention] = {
+        window: make_attention(window) for window in windows if window is not None
+    }
     tiling = next(iter(others.values()))
     wide = WideAttention(full_layout, config.num_heads, scale, softcap, tiling, ACT_MACRO[dtype])
     return {None: wide, **others}
