@@ -194,30 +194,6 @@ def check_store(
     return error
 
 
-def check_wide_store(launcher: Launcher, case: StoreCase, dtype: torch.dtype) -> float:
-    """Check q, and k and v in the cache, all with norms; gates behind q do not change."""
-    torch.manual_seed(case.heads.head_dim)
-    heads, size = case.heads, case.heads.output_size
-    qkv = torch.randn(case.num_tokens, heads.qkv_size + size).to(dtype)
-    before, layer = qkv.clone(), torch.full((case.layout.layer_bytes,), 0xFF, dtype=torch.uint8)
-    q_norm, k_norm, v_norm = torch.rand(3, heads.head_dim) + 0.5
-    rope, norms = rope_rows(3 * case.page_size, case.rotary_dim), (q_norm, k_norm, v_norm)
-    elementwise = make(launcher, dtype, heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
-    elementwise.rope_and_store_wide(qkv, layer, case.page_table, case.rows, rope, norms, heads)
-    plain = torch.cat([before[:, :size], before[:, 2 * size :]], dim=1)
-    q, k, v = expected_heads(plain, case, rope, (q_norm, k_norm), query_factor=1.0)
-    written = [token for token, _, _ in case.places()]
-    for token, page, place in case.places():
-        for which, expected in ((0, k[token]), (1, rms_norm(v[token], v_norm).to(dtype))):
-            numbers, scales = case.read(layer, which, page, place)
-            check_stored(case.kv_dtype, numbers, scales, expected, dtype, exact=False)
-    require_same_bits("all but q", qkv[:, size:], before[:, size:])
-    require_same_bits("the padding row", qkv[1], before[1])
-    found, expected = qkv[written, :size].view(len(written), -1, heads.head_dim), q[written].double()
-    sizes = expected.abs().amax(dim=-1, keepdim=True)
-    return require_close("queries", found.double() / sizes, expected / sizes, TOLERANCE[dtype], 0.5 * TOLERANCE[dtype])
-
-
 def check_stored(
     kv_dtype: str, numbers: Tensor, scales: Tensor, heads: Tensor, dtype: torch.dtype, *, exact: bool
 ) -> None:
@@ -401,8 +377,6 @@ def _checks(
                 page_size, heads = page_sizes[number % len(page_sizes)], HeadShape(7, 1, head_dim)
                 sizes = (heads, kv_dtype, page_size, head_dim)
                 yield check_of("rope_and_store", f"{name}.{kv_dtype}.{head_dim}", _store, dtype=dtype, sizes=sizes)
-            wide = StoreCase(HeadShape(7, 2, 512), kv_dtype, 16, 512)
-            yield check_of("rope_and_store", f"wide.{name}.{kv_dtype}", check_wide_store, case=wide, dtype=dtype)
     for kv_dtype in ("q8_0", "bf16"):
         yield check_of("copy_pages", kv_dtype, check_page_copies, kv_dtype=kv_dtype)
 

@@ -13,14 +13,14 @@ from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEA
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
-from penstock.backend.passes.ops.interface import supports_q8_0
+from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.attention import decode, delta_net, encoder, prefill, wide
 from penstock.tools.gpu.cases.attention.delta_net import DeltaCase
 from penstock.tools.gpu.cases.attention.encoder import EncoderCase
 from penstock.tools.gpu.cases.attention.paged_rows import Row
 from penstock.tools.gpu.cases.attention.wide import WideCase
 from penstock.tools.gpu.cases.check import Check, check_of, require_same_bits, require_within
-from penstock.tools.gpu.cases.elementwise import DTYPES
+from penstock.tools.gpu.cases.elementwise import DTYPES, StoreCase
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
 _PAGE_SIZES_TOKENS = (16, 32, 64)
@@ -127,6 +127,10 @@ def wide_head_checks() -> Iterator[Check]:
             for head_dim, softcap in ((512, 0.0), (96, 3.0)):
                 case = WideCase(head_dim, kv_dtype, dtype, softcap)
                 yield check_of("wide", f"{name}.{kv_dtype}.{head_dim}", wide.check_wide, case=case)
+                store = StoreCase(HeadShape(3, 1, head_dim), kv_dtype, 16, head_dim)
+                yield check_of(
+                    "wide", f"store.{name}.{kv_dtype}.{head_dim}", wide.check_wide_store, case=store, dtype=dtype
+                )
 
 
 def _caches() -> Iterator[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Attention of wide heads, of decodes and prompts together."""
+"""Wide heads: their attention, of decodes and prompts together, and the cache writes before it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from penstock.backend.passes.cuda.attention.wide_attention import WideAttention
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.tools.gpu.cases import elementwise
 from penstock.tools.gpu.cases.attention.decode import TOLERANCE
 from penstock.tools.gpu.cases.attention.paged_rows import Heads, PagedRows, Row
-from penstock.tools.gpu.cases.check import require, require_same_bits, require_within
+from penstock.tools.gpu.cases.check import require, require_close, require_same_bits, require_within
+from penstock.tools.gpu.cases.elementwise import StoreCase, check_stored, expected_heads, rms_norm, rope_rows
 
 _NO_TILES: Any = None
 
@@ -56,3 +58,27 @@ def check_wide_cuts(launcher: Launcher, case: WideCase) -> None:
     whole, _ = case.run(launcher, [Row(0, 45), padding])
     chunks = [case.run(launcher, [Row(at, 15), padding], seed=at)[0] for at in (0, 15, 30)]
     require_same_bits("in chunks", torch.cat(chunks), whole)
+
+
+def check_wide_store(launcher: Launcher, case: StoreCase, dtype: torch.dtype) -> float:
+    """Check q, and k and v in the cache, all with norms; gates behind q do not change."""
+    torch.manual_seed(case.heads.head_dim)
+    heads, size = case.heads, case.heads.output_size
+    qkv = torch.randn(case.num_tokens, heads.qkv_size + size).to(dtype)
+    before, layer = qkv.clone(), torch.full((case.layout.layer_bytes,), 0xFF, dtype=torch.uint8)
+    q_norm, k_norm, v_norm = torch.rand(3, heads.head_dim) + 0.5
+    rope, norms = rope_rows(3 * case.page_size, case.rotary_dim), (q_norm, k_norm, v_norm)
+    kernels = elementwise.make(launcher, dtype, heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
+    kernels.rope_and_store_wide(qkv, layer, case.page_table, case.rows, rope, norms, heads)
+    plain = torch.cat([before[:, :size], before[:, 2 * size :]], dim=1)
+    q, k, v = expected_heads(plain, case, rope, (q_norm, k_norm), query_factor=1.0)
+    written = [token for token, _, _ in case.places()]
+    for token, page, place in case.places():
+        for which, expected in ((0, k[token]), (1, rms_norm(v[token], v_norm).to(dtype))):
+            numbers, scales = case.read(layer, which, page, place)
+            check_stored(case.kv_dtype, numbers, scales, expected, dtype, exact=False)
+    require_same_bits("all but q", qkv[:, size:], before[:, size:])
+    require_same_bits("the padding row", qkv[1], before[1])
+    found, expected = qkv[written, :size].view(len(written), -1, heads.head_dim), q[written].double()
+    sizes, limit = expected.abs().amax(dim=-1, keepdim=True), elementwise.TOLERANCE[dtype]
+    return require_close("queries", found.double() / sizes, expected / sizes, limit, 0.5 * limit)

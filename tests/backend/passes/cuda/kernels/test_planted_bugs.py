@@ -14,10 +14,8 @@ from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Exper
 from penstock.backend.passes.cuda.attention.prefill_segments import whole_tiles
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases import sampler
-from penstock.tools.gpu.cases.attention import decode, delta_net, prefill, wide
-from penstock.tools.gpu.cases.attention.delta_net import DeltaCase
+from penstock.tools.gpu.cases.attention import decode, prefill
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Row
-from penstock.tools.gpu.cases.attention.wide import WideCase
 from penstock.tools.gpu.cases.check import Mismatch, require_within
 from penstock.tools.gpu.cases.elementwise import (
     StoreCase,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cuda.device.launcher import Launcher
 
 BF16 = torch.bfloat16
-FP32_ACT = torch.float32
 
 
 @dataclass(frozen=True)
@@ -350,23 +347,6 @@ HEAD_NORMS = (
     Bug("rope_heads.cuh", "lane * 8 < head_dim ? x[j] - mean : 0.0f", "x[j] - mean"),
     Bug("rope_heads.cuh", "is_value ? 0 : head - num_heads", "0"),
 )
-DELTA_CASE = DeltaCase.of(64, 16, torch.float32)
-DELTA_RULE = (
-    Bug("delta_net.cu", "row.is_new ? 0.0f : kept[(place + net.width - 1) * net.channels() + channel]", "0.0f"),
-    Bug("delta_net.cu", "row.count - (net.width - 1) + j", "row.count - net.width + j"),
-    Bug("delta_net.cu", "token - row.first + j + 1 - width", "token - row.first + j + 2 - width"),
-    Bug("delta_net.cu", "head / (value_heads / key_heads)", "head % key_heads"),
-    Bug("delta_net.cu", "x > 20.0f ? x : log1pf(expf(x))", "log1pf(expf(x + x))"),
-    Bug("delta_net.cu", "(wanted - known) * strength", "wanted * strength"),
-    Bug("delta_net.cu", "fmaf(agreement, update, read)", "read"),
-    Bug("delta_net.cu", "float(value_dim) + eps", "float(KEY_DIM) + eps"),
-)
-WIDE = (
-    Bug("wide_attention.cu", "first + t <= position ? x : -infinity()", "x"),
-    Bug("wide_attention.cu", "expf(peak - top)", "1.0f"),
-    Bug("wide_attention.cu", "head / (gridDim.y / num_kv_heads)", "head % num_kv_heads"),
-    Bug("wide_attention.cu", "expf(peaks[w] - peak)", "1.0f"),
-)
 PLANTED = {
     "head norms": Planted(("rope_and_store.cu",), check_head_norms, HEAD_NORMS),
     "norms": Planted(("norms.cu",), check_norms, NORMS),
@@ -391,8 +371,6 @@ PLANTED = {
     "rows": Planted(ROW_SOURCES, check_rows, ROW_PRODUCTS),
     "sampling": Planted(("sampling.cu", FILTERING), check_sampling, SAMPLED),
     "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
-    "delta rules": Planted(("delta_net.cu",), partial(delta_net.check_delta, case=DELTA_CASE), DELTA_RULE),
-    "wide heads": Planted(("wide_attention.cu",), partial(wide.check_wide, case=WideCase(96, "fp32", FP32_ACT)), WIDE),
 }
 
 
