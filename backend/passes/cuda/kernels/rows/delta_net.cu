@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
         const float* const query = channels + key_head * KEY_DIM + 4 * lane;
         float* const value = channels + 2 * net.keys() + head * value_dim + column;
         const float* const gate = gates + (long long)(token) * 2 * value_heads + head;
-        const float wanted = *value;  // before the sums, which all lanes end before one of them writes
+        const float wanted = __shfl_sync(kWholeWarp, lane == 0 ? *value : 0.0f, 0, kLanes);  // that lane alone writes it
         float q[kQuads][4], k[kQuads][4];
         load_quads(query, q);
         load_quads(query + net.keys(), k);
