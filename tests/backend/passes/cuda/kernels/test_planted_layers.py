@@ -23,7 +23,11 @@ DELTA_RULE = (
     Bug("delta_net.cu", "x > 20.0f ? x : log1pf(expf(x))", "log1pf(expf(x + x))"),
     Bug("delta_net.cu", "(wanted - known) * strength", "wanted * strength"),
     Bug("delta_net.cu", "fmaf(agreement, update, read)", "read"),
-    Bug("delta_net.cu", "float(value_dim) + eps", "float(KEY_DIM) + eps"),
+    Bug(
+        "delta_net.cu",
+        "reduce_block(x * x, one_per_warp, Sum{}) / float(value_dim)",
+        "reduce_block(x * x, one_per_warp, Sum{}) / 64.0f",
+    ),
 )
 WIDE = (
     Bug("wide_attention.cu", "first + t <= position ? x : -infinity()", "x"),
