@@ -1,8 +1,8 @@
 // prefill_attention.cu for sm_90a: two warpgroups compute, each with 64 query rows, and a ninth warp copies keys and
 // values. A row's result has the same properties; its bits differ. After FlashAttention-3 (arXiv 2407.08608).
 //
-// grid (kv heads, query tiles), 288 threads. The products of a tile's values and of the next tile's keys run one after
-// the other; meanwhile, the other warpgroup is at its softmax.
+// grid (kv heads, query tiles), 288 threads. A warpgroup starts the product of the next tile's keys, then that of a
+// tile's values, and takes the softmax of the next tile while the second one runs.
 //
 // Macros: HEAD_DIM (64 or 128), KV_DTYPE (1).
 
@@ -121,10 +121,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 shared.ring.release(number);
             }
         };
-        const auto weigh = [&](int first) {
+        const auto mask_scores = [&](int first) {
             if (soft_cap > 0.0f) cap_scores(scores, scale, soft_cap);
             if (!warp.all(first)) mask(scores, shared.positions, first, step.window);
-            softmax(weights, scores, sums, references, totals, to_log2);
         };
         for (int first = range.begin / kTokens * kTokens; first < range.end;) {
             const int stop = range.stop(first, window);
@@ -136,21 +135,28 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 wgmma_wait<0>();
                 pin(scores[0]);
                 shared.ring.release(number);
+                mask_scores(first);
+                softmax(weights, scores, sums, references, totals, to_log2);
                 for (; first + kTokens < stop && own.some(first + kTokens); first += kTokens, number += 2) {
-                    weigh(first);
-                    const unsigned char* values = shared.ring.wait(number + 1);
                     const unsigned char* next_keys = shared.ring.wait(number + 2);
                     pin(sums[0]);
                     wgmma_fence();
-                    start_sums(sums, weights, values);
                     start_scores(scores, queries, next_keys);
+                    const unsigned char* values = shared.ring.wait(number + 1);
+                    wgmma_fence();
+                    start_sums(sums, weights, values);
+                    wgmma_wait<1>();  // the scores are there; the sums are still under way
+                    pin(scores[0]);
+                    shared.ring.release(number + 2);
+                    mask_scores(first + kTokens);
+                    PerRow shrinks;
+                    exponentiate(scores, references, totals, shrinks, to_log2);
                     wgmma_wait<0>();
                     pin(sums[0]);
-                    pin(scores[0]);
                     shared.ring.release(number + 1);
-                    shared.ring.release(number + 2);
+                    shrink_sums(sums, shrinks);
+                    pack_weights(weights, scores);
                 }
-                weigh(first);
                 const unsigned char* values = shared.ring.wait(number + 1);
                 pin(sums[0]);
                 wgmma_fence();
