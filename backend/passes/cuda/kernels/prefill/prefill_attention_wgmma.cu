@@ -48,6 +48,41 @@ __device__ __forceinline__ void start_sums(Sums& sums, const Weights& weights, c
     wgmma_commit();
 }
 
+// softmax in two parts, for sums that are still under way during the first: scores become weights in their own registers.
+__device__ __forceinline__ void exponentiate(Scores& scores, PerRow& references, PerRow& totals, PerRow& shrinks,
+                                             float to_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        shrinks[0][half] = raise_reference(references[0][half], scores, 0, half, to_log2);
+        const float offset = offset_of(references[0][half], to_log2);
+        float total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+            float &a = scores[0][j][2 * half], &b = scores[0][j][2 * half + 1];
+            a = ex2_approx(a * to_log2 - offset);
+            b = ex2_approx(b * to_log2 - offset);
+            total += a + b;
+        }
+        totals[0][half] = totals[0][half] * shrinks[0][half] + total;
+    }
+}
+__device__ __forceinline__ void apply(Weights& weights, const Scores& scores, Sums& sums, const PerRow& shrinks) {
+    if (__any_sync(kWholeWarp, shrinks[0][0] != 1.0f || shrinks[0][1] != 1.0f)) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][c][i] *= shrinks[0][i / 2];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            weights[0][j / 2][2 * (j & 1) + half] = pack(Factor{}, scores[0][j][2 * half], scores[0][j][2 * half + 1]);
+        }
+    }
+}
+
 // The positions that a warp or a warpgroup sees.
 struct Sight {
     int first, last;  // rows' positions; last is -1 if there are none
@@ -154,8 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                     wgmma_wait<0>();
                     pin(sums[0]);
                     shared.ring.release(number + 1);
-                    shrink_sums(sums, shrinks);
-                    pack_weights(weights, scores);
+                    apply(weights, scores, sums, shrinks);
                 }
                 const unsigned char* values = shared.ring.wait(number + 1);
                 pin(sums[0]);

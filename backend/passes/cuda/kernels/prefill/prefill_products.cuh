@@ -143,70 +143,54 @@ __device__ __forceinline__ void score(Scores& scores, const unsigned char* queri
 
 constexpr float kSlack = 8.0f;  // in powers of 2
 
-// The softmax of a tile in three parts, so that a warpgroup's sums may still be under way during the first.
-//
-// scores = 2^((scores - reference) · to_log2), up to 2^kSlack. A row's reference is its largest score so far, or an
-// earlier one that is at most kSlack lower, so that most tiles scale no sums. Updates references and totals with this
-// tile; a lane's totals cover its own columns. shrinks: factors of the earlier sums, exactly 1 where a reference stays.
-__device__ __forceinline__ void exponentiate(Scores& scores, PerRow& references, PerRow& totals, PerRow& shrinks,
-                                             float to_log2) {
+// Raise a row's reference to its largest score so far, if that is more than kSlack higher: so most tiles scale no sums.
+// Return what the row's earlier sums must be multiplied by, exactly 1 where the reference stays.
+__device__ __forceinline__ float raise_reference(float& reference, const Scores& scores, int block, int half,
+                                                 float to_log2) {
+    float top = reference;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+        top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
+    }
+    top = reduce_lanes(top, 4, Largest{});
+    if (!((top - reference) * to_log2 > kSlack)) return 1.0f;  // also if both are -infinity: no token seen yet
+    const float shrink = ex2_approx((reference - top) * to_log2);
+    reference = top;
+    return shrink;
+}
+__device__ __forceinline__ float offset_of(float reference, float to_log2) {
+    return reference == -infinity() ? 0.0f : reference * to_log2;
+}
+
+// weights = 2^((scores - reference) · to_log2), up to 2^kSlack. Updates references and totals with this tile; a lane's
+// totals cover its own columns.
+__device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& references,
+                                        PerRow& totals, float to_log2) {
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float& reference = references[block][half];
-            float top = reference;
+            const float shrink = raise_reference(references[block][half], scores, block, half, to_log2);
+            if (__any_sync(kWholeWarp, shrink != 1.0f)) {
+                totals[block][half] *= shrink;
 #pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
+                for (int c = 0; c < kChunks; ++c) {
+                    sums[block][c][2 * half] *= shrink;
+                    sums[block][c][2 * half + 1] *= shrink;
+                }
             }
-            top = reduce_lanes(top, 4, Largest{});
-            const bool rises = (top - reference) * to_log2 > kSlack;  // not if both are -infinity: no token seen yet
-            shrinks[block][half] = rises ? ex2_approx((reference - top) * to_log2) : 1.0f;
-            if (rises) reference = top;
-            const float offset = reference == -infinity() ? 0.0f : reference * to_log2;
+            const float offset = offset_of(references[block][half], to_log2);
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kTokens / 8; ++j) {
-                float &a = scores[block][j][2 * half], &b = scores[block][j][2 * half + 1];
-                a = ex2_approx(a * to_log2 - offset);
-                b = ex2_approx(b * to_log2 - offset);
+                const float a = ex2_approx(scores[block][j][2 * half] * to_log2 - offset);
+                const float b = ex2_approx(scores[block][j][2 * half + 1] * to_log2 - offset);
                 total += a + b;
+                weights[block][j / 2][2 * (j & 1) + half] = pack(Factor{}, a, b);
             }
-            totals[block][half] = totals[block][half] * shrinks[block][half] + total;
+            totals[block][half] += total;
         }
     }
-}
-__device__ __forceinline__ void pack_weights(Weights& weights, const Scores& scores) {
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                weights[block][j / 2][2 * (j & 1) + half] =
-                    pack(Factor{}, scores[block][j][2 * half], scores[block][j][2 * half + 1]);
-            }
-        }
-    }
-}
-__device__ __forceinline__ void shrink_sums(Sums& sums, const PerRow& shrinks) {
-#pragma unroll
-    for (int block = 0; block < kWarpBlocks; ++block) {
-        if (!__any_sync(kWholeWarp, shrinks[block][0] != 1.0f || shrinks[block][1] != 1.0f)) continue;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sums[block][c][i] *= shrinks[block][i / 2];
-        }
-    }
-}
-__device__ __forceinline__ void softmax(Weights& weights, Scores& scores, Sums& sums, PerRow& references,
-                                        PerRow& totals, float to_log2) {
-    PerRow shrinks;
-    exponentiate(scores, references, totals, shrinks, to_log2);
-    shrink_sums(sums, shrinks);
-    pack_weights(weights, scores);
 }
 
 // sums += weights · values
