@@ -46,6 +46,15 @@ class KernelChoices:
     """Most rows of a decode step whose products are fused kernels of ours, in unquantised models."""
     small_product_rows: int = 32
     """The same for models with hidden states narrower than SMALL_HIDDEN_SIZE."""
+    quantised_rows: int = 64
+    """Most rows for which a kernel of ours multiplies with quantised weights; more rows widen the weights first. Below
+    64 a captured mixed step may have other bits than the same step alone."""
+    rounded_rows: int = 257
+    """Fewest rows that get 8 bits, where a checkpoint or --quantize fp8 asks for it. 257 is more than a captured step
+    has: not measured is whether a library allocates memory for such products while a step is captured."""
+    whole_products: int = 0
+    """1: with --deterministic a product has all rows at once, where the GPU was found to give each row the bits that it
+    has alone; 0: blocks of rows."""
 
     @property
     def uses_wgmma(self) -> bool:
@@ -66,6 +75,9 @@ class KernelChoices:
                 "wgmma": int(choices.uses_wgmma),
                 "product rows": choices.product_rows,
                 "small product rows": choices.small_product_rows,
+                "quantised rows": choices.quantised_rows,
+                "rounded rows": choices.rounded_rows,
+                "whole products": choices.whole_products,
             }
             for choices in (self, CONSTANTS)
         )
@@ -94,6 +106,9 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "mixed_tokens": (0, 64, 128, 256, 512, 1024, 2048),
     "product_rows": _PRODUCT_ROWS,
     "small_product_rows": _PRODUCT_ROWS,
+    "quantised_rows": (16, 24, 32, 40, 48, 64),
+    "rounded_rows": (17, 33, 65, 129, 257),
+    "whole_products": (0, 1),
 }
 
 
