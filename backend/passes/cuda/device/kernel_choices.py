@@ -34,6 +34,9 @@ class KernelChoices:
     """The share of a multiprocessor's memory that is shared memory, not L1, while decode attention runs."""
     chunk_tokens: int = 256
     """Shortest chunk of a row's context in decode attention."""
+    chunk_levels: int = 0
+    """1: chunks of decode attention are longer in steps of many tokens and shorter in those of few, so a row's bits
+    depend on its batch; 0: always the same."""
     query_rows: int = 128
     """Query rows of a block of prefill attention, for heads of at most 128 values."""
     key_tokens: int = 64
@@ -71,6 +74,7 @@ class KernelChoices:
         ours, constants = (
             {
                 "chunk tokens": choices.chunk_tokens,
+                "chunk levels": choices.chunk_levels,
                 "key tokens": choices.key_tokens,
                 "wgmma": int(choices.uses_wgmma),
                 "product rows": choices.product_rows,
@@ -100,6 +104,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "ring_tiles": (3, 4, 5, 6, 7, 8),
     "carveout_percent": (DRIVERS_CHOICE, 50, 75, 100),
     "chunk_tokens": (128, 256, 512),
+    "chunk_levels": (0, 1),
     "query_rows": (64, 128),
     "key_tokens": (32, 64),
     "wgmma": (0, 1),
