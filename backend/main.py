@@ -342,6 +342,7 @@ def _create_recorder(
         options.record_tokens,
         PROTOCOL_VERSION,
         tuple(adapter.adapter_id for adapter in card.adapters),
+        plan.num_checkpoints if isinstance(plan, KvPlan) else 0,
     )
     try:
         fd = create_fd(options.flight_recorder) if options.recorder_fd is None else options.recorder_fd

@@ -218,7 +218,7 @@ class Engine:
     def _apply(self, result: StepResult) -> None:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
-        self._scheduler.host_offload.note_step_ended()
+        self._scheduler.note_step_ended()
         self._ended_s = result.ended_s
         num_tokens = plan.num_tokens
         board.steps += 1

@@ -37,6 +37,15 @@ class IHostPages(Protocol):
         """
 
 
+@runtime_checkable
+class ICheckpointsStates(Protocol):
+    """Optional interface of a pass with a state whose spec says copies_states: sequences with the same beginning share
+    it, if a checkpoint has the state after it. The engine decides which states are kept, and where."""
+
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        """Allocate num_checkpoints * spec.state_bytes_per_sequence bytes. Called once, after `create_cache`."""
+
+
 class PagePlaces(Protocol):
     """Host pages in memory that outlives the process."""
 

@@ -123,6 +123,9 @@ class WholeScheduler:
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         return ()
 
+    def note_step_ended(self) -> None:
+        """Do nothing: a step leaves nothing behind."""
+
     def take_preempted(self) -> list[Sequence]:
         return []
 

@@ -224,6 +224,7 @@ class Bench(EngineRig):
         priority_step_s: float = 0.0,
         max_park_steps: int = 64,
         num_host_pages: int = 0,
+        num_checkpoints: int = 4,
         forward_pass: Any = None,
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
@@ -242,12 +243,15 @@ class Bench(EngineRig):
             max_batch_tokens=max_batch_tokens,
             num_plans_ahead=capacity,
             max_park_steps=max_park_steps,
-            keeps_state=spec.state_bytes_per_sequence > 0,
+            num_checkpoints=num_checkpoints if spec.state_bytes_per_sequence else None,
+            checkpoint_spacing=2 * page_size,
             kv_windows=spec.kv_windows,
             drafting=drafting,
         )
         if sizes.num_pages:
             self.forward_pass.create_cache(num_pages, page_size, "fp32")
+        if spec.copies_states:
+            self.forward_pass.create_checkpoints(num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
