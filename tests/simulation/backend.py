@@ -18,6 +18,7 @@ from penstock.backend.engine.requests.stream_table import StreamTable
 from penstock.backend.engine.requests.vector_delivery import VectorCache, VectorDelivery
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.sequences.sequence import NEW
 from penstock.backend.structured_output.grammar_cache import GrammarCache
@@ -71,7 +72,7 @@ def _pass_sizes(setup: Setup, adapters: tuple[str, ...]) -> PassSizes:
         setup.max_running,
         setup.max_batch_tokens,
         runs_ahead=setup.runs_ahead,
-        keeps_state=setup.keeps_state,
+        num_checkpoints=setup.num_checkpoints,
         adapters=adapters,
     )
 
@@ -84,6 +85,7 @@ class Backend:
         self.adapters = _loaded_adapters(world)
         self.forward_pass = setup.model.new_pass(_pass_sizes(setup, self.adapters))
         self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
+        self.state_pool = None if setup.num_checkpoints is None else PagePool(setup.num_checkpoints)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
@@ -94,7 +96,7 @@ class Backend:
             setup.max_batch_tokens,
             setup.max_park_steps,
             setup.num_plans_ahead,
-            keeps_state=setup.keeps_state,
+            states=None if self.state_pool is None else StateCheckpoints(self.state_pool, setup.page_size, setup.page_size),
             kv_windows=self.forward_pass.spec.kv_windows,
             drafting=SimulatedDrafting(world, world.more_rng) if setup.has_drafts else None,
         )

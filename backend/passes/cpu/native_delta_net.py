@@ -74,6 +74,10 @@ class NativeDeltaNetOps:
             layer.states = states, inputs
             layer.struct.states, layer.struct.inputs = states.data_ptr(), inputs.data_ptr()
 
+    @property
+    def states(self) -> list[Tensor]:
+        return [tensor for layer in self._layers for tensor in layer.states]
+
     def run(self, inputs: int, x: int, layer: _Layer, step: object) -> int:  # noqa: ARG002 - ps_plan received the step
         gates, mixed = self.buffers
         # Whenever a buffer moves, the operations are recorded again.

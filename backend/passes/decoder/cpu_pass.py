@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass.extensions import PagePlaces, PictureTower
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
-    from penstock.backend.passes.ops.interface import Weights
+    from penstock.backend.passes.ops.interface import PageParts, Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
     from penstock.backend.passes.shared_weights.watch import WatchedWeights
 
@@ -64,7 +64,7 @@ class _ReadAdapter:
 
 
 class CpuDecoderPass(HostSampling):
-    """Implements `IBatchedForwardPass`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy float32 arrays;
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy float32 arrays;
     `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
@@ -107,8 +107,10 @@ class CpuDecoderPass(HostSampling):
                 self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
         verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
-        self._spec = replace(spec, verifies_drafts=verifies)
+        self._spec = replace(spec, verifies_drafts=verifies, copies_states=config.delta_net is not None)
         self._max_running = max_running
+        self._num_pages = 0
+        self._states: list[torch.Tensor] = []
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -126,7 +128,8 @@ class CpuDecoderPass(HostSampling):
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
         formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
-            return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
+            spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
+        return replace(spec, copies_states=config.delta_net is not None)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -243,8 +246,13 @@ class CpuDecoderPass(HostSampling):
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
-        if self._ops.delta_net is not None:
-            self._ops.delta_net.create_states(self._max_running)
+        self._num_pages = num_pages
+        self.create_checkpoints(0)
+
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        if self._ops.delta_net is not None:  # they are the states behind those of slots
+            self._ops.delta_net.create_states(self._max_running + num_checkpoints)
+            self._states = self._ops.delta_net.states
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -258,21 +266,35 @@ class CpuDecoderPass(HostSampling):
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         if self._places is not None:
             for page, place in pairs:
-                save_page(self._ops.cache, page, self._places.place(place))
+                save_page(*self._memory_of(page), self._places.place(place))
                 self._places.note_written(place)
+
+    def _memory_of(self, page: int) -> tuple[list[torch.Tensor] | PageParts, int]:
+        """Where a page is, or the checkpoint that has this number."""
+        if page < self._num_pages:
+            return self._ops.cache, page
+        return self._states, self._max_running + page - self._num_pages
+
+    def _copy_state(self, source: int, destination: int) -> None:
+        for states in self._states:
+            states[destination] = states[source]
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         check_embeddings(batch)
         check_groups(batch, len(self._groups.windows))
         if self._places is not None:
             for place, page in batch.page_restores:
-                restore_page(self._ops.cache, page, self._places.place(place))
+                restore_page(*self._memory_of(page), self._places.place(place))
+        for checkpoint, slot in batch.state_restores:
+            self._copy_state(self._max_running + checkpoint, slot)
         input_ids = self.begin_step(batch)
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
         step = self._ops.begin_step(batch, input_ids)
         needs_logits = len(batch.logit_rows) > 0 or batch.scored is not None
         logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
+        for slot, checkpoint in batch.state_saves:
+            self._copy_state(slot, self._max_running + checkpoint)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
     @torch.inference_mode()

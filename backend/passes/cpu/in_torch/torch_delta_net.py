@@ -69,6 +69,10 @@ class TorchDeltaNetOps:
             layer.states = torch.zeros(num_slots, net.num_value_heads, net.key_dim, net.value_dim)
             layer.inputs = torch.zeros(num_slots, net.num_channels, net.conv_width - 1)
 
+    @property
+    def states(self) -> list[Tensor]:
+        return [tensor for layer in self._layers for tensor in (layer.states, layer.inputs)]
+
     def run(self, inputs: Tensor, x: Tensor, layer: _Layer, step: Step) -> Tensor:
         strengths, decays = self.product(x.float(), layer.gates).chunk(2, dim=1)
         results = torch.empty(len(x), self.settings.value_size, dtype=x.dtype)

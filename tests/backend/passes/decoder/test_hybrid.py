@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 def state_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder.ops
-    if isinstance(ops, NativeOps):
-        assert ops.delta_net is not None
-        return [tensor for layer in ops.delta_net._layers for tensor in layer.states]
-    return [tensor for layer in ops.delta_net._layers for tensor in (layer.states, layer.inputs)]
+    states: list[torch.Tensor] = ops.delta_net.states
+    return states
 
 
 @pytest.mark.parametrize(
