@@ -27,6 +27,7 @@ from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.page_store import StatePlaces
 from penstock.backend.kv_cache.state_checkpoints import SPACING_TOKENS, StateCheckpoints
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -65,6 +66,7 @@ class RigSizes:
     num_checkpoints: int | None = None
     """None if the pass keeps no state."""
     checkpoint_spacing: int = SPACING_TOKENS
+    state_store: StatePlaces | None = None
     kv_windows: tuple[int | None, ...] = (None,)
     drafting: Drafting | None = None
 
@@ -90,7 +92,9 @@ class RigSizes:
             self.num_plans_ahead,
             states=None
             if self.num_checkpoints is None
-            else StateCheckpoints(PagePool(self.num_checkpoints), self.page_size_tokens, self.checkpoint_spacing),
+            else StateCheckpoints(
+                PagePool(self.num_checkpoints, store=self.state_store), self.page_size_tokens, self.checkpoint_spacing
+            ),
             kv_windows=self.kv_windows,
             drafting=self.drafting,
         )

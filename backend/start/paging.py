@@ -58,8 +58,7 @@ def create_cache(
 def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass) -> int:
     """Return the number of host pages in addition to the plan's pages."""
     # A page without its sequence's state is useless, and a page behind a window is soon evicted.
-    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
-    if isinstance(plan, WholePlan) or keeps_state or plan.groups.has_windows:
+    if isinstance(plan, WholePlan) or plan.groups.has_windows or (plan.state_bytes and not plan.num_checkpoints):
         return 0
     return forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
@@ -225,6 +226,7 @@ class Bench(EngineRig):
         max_park_steps: int = 64,
         num_host_pages: int = 0,
         num_checkpoints: int = 4,
+        store: PageStore | None = None,
         forward_pass: Any = None,
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
@@ -245,6 +247,7 @@ class Bench(EngineRig):
             max_park_steps=max_park_steps,
             num_checkpoints=num_checkpoints if spec.state_bytes_per_sequence else None,
             checkpoint_spacing=2 * page_size,
+            state_store=None if store is None else store.states,
             kv_windows=spec.kv_windows,
             drafting=drafting,
         )
@@ -255,7 +258,7 @@ class Bench(EngineRig):
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
-        self.pool = PagePool(num_pages, num_host_pages, texts=None if drafting is None else drafting.texts)
+        self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
         self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
         served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None

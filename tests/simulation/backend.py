@@ -77,6 +77,13 @@ def _pass_sizes(setup: Setup, adapters: tuple[str, ...]) -> PassSizes:
     )
 
 
+def _checkpoints(setup: Setup) -> StateCheckpoints | None:
+    """They may be at neighbouring pages."""
+    if setup.num_checkpoints is None:
+        return None
+    return StateCheckpoints(PagePool(setup.num_checkpoints), setup.page_size, setup.page_size)
+
+
 class Backend:
     """One backend process from start to death."""
 
@@ -85,7 +92,6 @@ class Backend:
         self.adapters = _loaded_adapters(world)
         self.forward_pass = setup.model.new_pass(_pass_sizes(setup, self.adapters))
         self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
-        self.state_pool = None if setup.num_checkpoints is None else PagePool(setup.num_checkpoints)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
@@ -96,7 +102,7 @@ class Backend:
             setup.max_batch_tokens,
             setup.max_park_steps,
             setup.num_plans_ahead,
-            states=None if self.state_pool is None else StateCheckpoints(self.state_pool, setup.page_size, setup.page_size),
+            states=_checkpoints(setup),
             kv_windows=self.forward_pass.spec.kv_windows,
             drafting=SimulatedDrafting(world, world.more_rng) if setup.has_drafts else None,
         )

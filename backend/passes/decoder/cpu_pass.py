@@ -64,8 +64,8 @@ class _ReadAdapter:
 
 
 class CpuDecoderPass(HostSampling):
-    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy float32 arrays;
-    `HostSampling` samples."""
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy
+    float32 arrays; `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from penstock.backend.kv_cache.page_store import KEY_BYTES, PageStore
 from penstock.shm.messages import Finish, Sampling
 from tests.backend.harness import Bench, expected_tokens
 from tests.fake_passes import StatefulFakePass
+
+if TYPE_CHECKING:
+    from penstock.backend.forward_pass import StepBatch
+    from penstock.backend.forward_pass.extensions import PagePlaces
 
 PAGE = 4
 """Checkpoints are at least two pages apart; see `Bench`."""
@@ -102,8 +110,8 @@ def test_preempted_sequences_go_on_from_their_last_checkpoint() -> None:
     for request_id, prompt in enumerate(prompts):
         check(bench, prompt, request_id, 40)
     assert bench.board.preemptions
-    begins = [batch.context_lens[batch.slots == slot] for batch in bench.executor.batches for _, slot in batch.state_restores]
-    assert any(begin > 20 for begin in begins)
+    restores = [(batch, slot) for batch in bench.executor.batches for _, slot in batch.state_restores]
+    assert any(batch.context_lens[batch.slots == slot] > 20 for batch, slot in restores)
     bench.close()
 
 
@@ -139,3 +147,49 @@ def test_tenants_and_bad_results_share_no_state() -> None:
     assert ask(bench, SYSTEM, 4, salt=b"one") == 0
     assert ask(bench, SYSTEM, 5, salt=b"two") == 16
     bench.close()
+
+
+class PersistingPass(StatefulFakePass):
+    """Its host places are in memory that outlives it. A page of 4 tokens has 32 bytes, a state 8."""
+
+    places: PagePlaces
+
+    def memory_of(self, page: int) -> np.ndarray:
+        num_pages = len(self._sums)
+        return self._sums[page] if page < num_pages else self._checkpoints[page - num_pages : page - num_pages + 1]
+
+    def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        for page, place in pairs:
+            self.places.place(place)[:] = self.memory_of(page).view(np.uint8)
+            self.places.note_written(place)
+
+    def forward(self, batch: StepBatch) -> np.ndarray:
+        for place, page in batch.page_restores:
+            self.memory_of(page)[:] = self.places.place(place).view(np.uint64)
+        return super().forward(replace(batch, page_restores=()))
+
+
+def test_later_process_goes_on_from_pages_and_states_that_an_earlier_one_has_saved() -> None:
+    fd = os.memfd_create("test")
+    os.truncate(fd, 1 << 14)
+
+    def start(state_bytes: int = 8) -> Bench:
+        forward_pass = PersistingPass(97, 8)
+        store = PageStore(fd, bytes(KEY_BYTES), 8 * PAGE, state_bytes, num_states=3)
+        forward_pass.places = store
+        return Bench(forward_pass=forward_pass, page_size=PAGE, num_checkpoints=2, store=store)
+
+    first = start()
+    assert ask(first, SYSTEM, 1, max_tokens=12) == 0
+    ask(first, [1, 2], 2)  # by its steps the last saves are copied
+    first.close()
+    second = start()
+    prompt = [*SYSTEM, *expected_tokens(SYSTEM, 12, second.vocab_size), 3]
+    assert ask(second, prompt, 1) == 24
+    assert ask(second, [*SYSTEM[:18], 5], 2) == 16
+    second.close()
+    other = start(state_bytes=16)
+    assert ask(other, [1, 2], 1) == 0
+    assert not other.forward_pass.places.found
+    other.close()
+    os.close(fd)

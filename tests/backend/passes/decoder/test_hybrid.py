@@ -14,7 +14,6 @@ from penstock.backend.checkpoint.config_json import parse_decoder_config, read_d
 from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
