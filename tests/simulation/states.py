@@ -31,13 +31,16 @@ class States:
             self.of_slots[slot] = self.checkpoints[checkpoint]
 
     def check(self, slot: int, position: int, cell_in_pages: int, *, is_spoiled: bool) -> int:
-        """Return the cell before the position. It is in the pages as well, unless the device has spoiled them."""
+        """Return the cell before the position. It is in the pages as well, unless the device has spoiled them, or has
+        poisoned what one sequence computed and another has computed too."""
         num_tokens, cell = self.of_slots.get(slot, (0, self.root))
         if num_tokens != position:
             raise Violation(f"a row begins at {position}; its slot's state is that after {num_tokens} tokens")
-        if cell != cell_in_pages and not is_spoiled:
+        if is_spoiled or cell == cell_in_pages:
+            return cell
+        if (poisoned := min(cell, cell_in_pages)) >= 0:
             raise Violation("a slot's state is not that after the tokens in its pages")
-        return cell
+        return poisoned
 
     def save(self, batch: StepBatch) -> None:
         places = [checkpoint for _, checkpoint in batch.state_saves]

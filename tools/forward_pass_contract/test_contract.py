@@ -147,7 +147,7 @@ def test_row_goes_on_from_a_checkpoint_that_the_same_step_overwrites(runner: Ste
     runner.step([StepRow([7], start + 1, others, 1)])
     checkpoint = 2
     page_restores: tuple[tuple[int, int], ...] = ()
-    if isinstance(forward_pass, IPersistsPages):  # by way of the host
+    if isinstance(forward_pass, IPersistsPages) and isinstance(forward_pass, IHostPages):  # by way of the host
         first, place = NUM_PAGES * runner.num_groups, forward_pass.num_host_pages
         forward_pass.save_pages(((first + checkpoint, place),))
         runner.step([StepRow([7], start + 2, others, 1)], state_saves=((1, checkpoint),))
