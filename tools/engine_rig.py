@@ -49,6 +49,7 @@ from penstock.shm.messages import (
     VectorPart,
 )
 
+_STATE_BYTES = 8
 Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
 """Like `launch_step` with a pass."""
 
@@ -93,7 +94,10 @@ class RigSizes:
             states=None
             if self.num_checkpoints is None
             else StateCheckpoints(
-                PagePool(self.num_checkpoints, store=self.state_store), self.page_size_tokens, self.checkpoint_spacing
+                PagePool(self.num_checkpoints, store=self.state_store),
+                self.page_size_tokens,
+                self.checkpoint_spacing,
+                _STATE_BYTES,
             ),
             kv_windows=self.kv_windows,
             drafting=self.drafting,

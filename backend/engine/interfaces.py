@@ -164,6 +164,10 @@ class ISequenceScheduler(Protocol):
     def num_pages_idle(self) -> int: ...
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Memory of the states that are kept for others; see `StateCheckpoints`."""
+
+    @property
     def host_offload(self) -> HostOffload: ...
 
     def num_waiting_of(self, tenant: bytes) -> int: ...

@@ -370,6 +370,7 @@ class Engine:
         board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.restart_grace)
         board.pages_used = pages_held = scheduler.num_pages_held
         board.pages_idle = pages_idle = scheduler.num_pages_idle
+        board.checkpoint_bytes = scheduler.checkpoint_bytes
         board.preemptions = scheduler.num_preemptions
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,

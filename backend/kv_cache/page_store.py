@@ -81,7 +81,7 @@ class PageRows:
 
 
 _MAGIC = b"PNSTKV02"
-_HEADER = struct.Struct("<8s32s32sQQQQ")  # magic, key, secret, bytes of a page, places, bytes of a state, places of these
+_HEADER = struct.Struct("<8s32s32sQQQQ")  # magic, key, secret, then bytes and places: of pages, of states
 _HEADER_BYTES = 4096
 KEY_BYTES = 32
 _ALIGNMENT = 64

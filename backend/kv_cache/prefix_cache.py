@@ -125,8 +125,8 @@ class PrefixCache:
         first, parent_hash = num_pages * self._page_size, _parent_hash(sequence, num_pages)
         own = sequence.tokens[first : first + self._page_size].tobytes()
         contents = [content for _, content in islice(self._pool.pages_following(parent_hash), _MAX_CANDIDATES)]
-        for other in islice(reversed(self._filling.get(parent_hash, {})), _MAX_CANDIDATES):
-            contents.append(other.tokens[first : first + self._page_size].tobytes())
+        running = islice(reversed(self._filling.get(parent_hash, {})), _MAX_CANDIDATES)
+        contents += [other.tokens[first : first + self._page_size].tobytes() for other in running]
         return any(own[: len(content)] != content[: len(own)] for content in contents)
 
     def expect(self, awaited: Awaited) -> None:

@@ -34,13 +34,22 @@ class StateCheckpoints:
     step may save to a place that it restores from. Other sequences find it when the step that saved it is applied.
     """
 
-    def __init__(self, pool: PagePool, page_size_tokens: int, spacing_tokens: int = SPACING_TOKENS) -> None:
+    def __init__(
+        self, pool: PagePool, page_size_tokens: int, spacing_tokens: int = SPACING_TOKENS, state_bytes: int = 0
+    ) -> None:
+        """state_bytes: see `num_bytes`."""
         self.pool = pool
+        self._state_bytes = state_bytes
         self._page_size = page_size_tokens
         self.spacing_pages = -(-spacing_tokens // page_size_tokens)
         self._spacing = self.spacing_pages * page_size_tokens
         self._movers: set[Sequence] = set()
         """Sequences that have used a place for a checkpoint that moves on."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the states that can be found, or that a step saves or restores."""
+        return (self.pool.num_held + self.pool.num_idle) * self._state_bytes
 
     def num_pages_before(self, page_hashes: list[bytes]) -> int:
         """Number of the longest beginning of these pages after which the state is known."""

@@ -363,6 +363,11 @@ class Scheduler:
         return self._pool.num_idle
 
     @property
+    def checkpoint_bytes(self) -> int:
+        states = self._running.states
+        return 0 if states is None else states.num_bytes
+
+    @property
     def host_offload(self) -> HostOffload:
         """The pool's host pages, for metrics."""
         return self._pool.host_offload

@@ -154,6 +154,10 @@ class WholeScheduler:
     def num_pages_idle(self) -> int:
         return 0
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 0
+
     def num_waiting_of(self, tenant: bytes) -> int:
         return self._tenants.num_waiting_of(tenant)
 

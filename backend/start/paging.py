@@ -95,7 +95,8 @@ def _checkpoints(
     if not forward_pass.spec.state_bytes_per_sequence:
         return None
     places = store.states if isinstance(store, PageStore) else None
-    return StateCheckpoints(PagePool(plan.num_checkpoints, store=places), plan.page_size_tokens)
+    pool, state_bytes = PagePool(plan.num_checkpoints, store=places), forward_pass.spec.state_bytes_per_sequence
+    return StateCheckpoints(pool, plan.page_size_tokens, state_bytes=state_bytes)
 
 
 def create_scheduler(

@@ -57,6 +57,7 @@ def test_turn_of_a_conversation_begins_at_the_last_checkpoint_of_prompt_and_answ
     bench = bench_of()
     prompt = SYSTEM[:18]
     assert ask(bench, prompt, 1, max_tokens=20) == 0
+    assert bench.board.checkpoint_bytes == 2 * 8
     assert num_kept(bench) == 2  # after 16 tokens of the prompt, and the one that moved with the answer
     prompt += [*expected_tokens(prompt, 20, bench.vocab_size), 7, 8]
     before = computed_tokens(bench)
