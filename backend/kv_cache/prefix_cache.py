@@ -97,27 +97,36 @@ class PrefixCache:
             if self._is_coming(page_hash) or not self._pool.host_offload.contains(page_hash):
                 break
             num_on_host += 1
-        awaited, num_awaited, num_found = None, 0, found.num_full_pages + num_on_host
-        for index, page_hash in enumerate(page_hashes[num_found:], start=num_found + 1):
+        found = replace(found, num_on_host=num_on_host)
+        if self._states is not None:
+            return self._end_at_state(sequence, found, page_hashes, self._states)
+        for page_hash in page_hashes[found.num_full_pages :]:
             if not self._is_coming(page_hash):
                 break
-            if self._states is None or self._states.is_coming(self._computing[page_hash], index):
-                awaited, num_awaited = page_hash, index
-        found = replace(found, num_on_host=num_on_host, awaited=awaited)
-        if self._states is not None:
-            return self._end_at_state(sequence, found, num_awaited, self._states)
-        return self._find_partial_page(sequence, found) if awaited is None else found
+            found = replace(found, awaited=page_hash)
+        return self._find_partial_page(sequence, found) if found.awaited is None else found
 
-    def _end_at_state(self, sequence: Sequence, found: Prefix, num_awaited: int, states: StateCheckpoints) -> Prefix:
-        """The part of the prefix that ends at a checkpoint. num_awaited pages will be computed, and their state."""
-        num_found = found.num_full_pages
-        num_usable = states.num_pages_before(sequence.kv.page_hashes[:num_found])
+    def _end_at_state(
+        self, sequence: Sequence, found: Prefix, page_hashes: list[bytes], states: StateCheckpoints
+    ) -> Prefix:
+        """The part of the prefix that ends at a checkpoint."""
+        num_found = num_shared = found.num_full_pages
+        num_usable = states.num_pages_before(page_hashes[:num_found])
+        awaited, num_awaited = None, 0
+        for num_pages, page_hash in enumerate(page_hashes[num_usable:], start=num_usable + 1):
+            is_coming = self._is_coming(page_hash)
+            if num_pages > num_found and not is_coming:
+                break
+            num_shared = max(num_shared, num_pages)
+            if is_coming and states.is_coming(self._computing[page_hash], num_pages):
+                awaited, num_awaited = page_hash, num_pages
+        parts = num_shared > num_found or (num_found > num_usable and self._parts_after(sequence, num_found))
         return replace(
             found,
             pages=found.pages[: num_usable * self._groups.count],
             num_on_host=max(0, num_usable - found.num_held_or_passed),
-            awaited=found.awaited if num_awaited - num_usable >= states.spacing_pages else None,
-            num_shared_pages=num_found if num_usable < num_found and self._parts_after(sequence, num_found) else 0,
+            awaited=awaited if num_awaited - num_usable >= states.spacing_pages else None,
+            num_shared_pages=num_shared if parts else 0,
         )
 
     def _parts_after(self, sequence: Sequence, num_pages: int) -> bool:
@@ -209,8 +218,10 @@ class PrefixCache:
     def start(self, sequence: Sequence) -> None:
         """The sequence begins to run. Its first num_indexed_pages are the ones that it found."""
         kv = sequence.kv
-        for page_hash in kv.page_hashes[kv.num_indexed_pages :]:
-            self._computing.setdefault(page_hash, sequence)
+        for num_pages, page_hash in enumerate(kv.page_hashes[kv.num_indexed_pages :], start=kv.num_indexed_pages + 1):
+            other = self._computing.setdefault(page_hash, sequence)
+            if self._states is not None and not self._states.is_coming(other, num_pages):
+                self._computing[page_hash] = sequence
         self._filling[_parent_hash(sequence, kv.num_indexed_pages)][sequence] = None
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> list[Awaited]:

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue

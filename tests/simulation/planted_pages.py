@@ -251,7 +251,9 @@ PAGE_BUGS: dict[str, Plant] = {
         StateCheckpoints, "_save", _states_are_findable_before_their_step_ends
     ),
     "a state save outlives its row": wrap(Plan, "keep", _state_saves_stay_when_their_row_is_dropped),
-    "states are not restored": wrap(BatchBuilder, "build", lambda build, *args: replace(build(*args), state_restores=())),
+    "states are not restored": wrap(
+        BatchBuilder, "build", lambda build, *args: replace(build(*args), state_restores=())
+    ),
     "pages with bad logits stay findable": lambda patch: patch.setattr(
         PrefixCache, "invalidate_tenant", lambda _prefix_cache, _salt: None
     ),

@@ -165,7 +165,8 @@ def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_a
     shared, bench = run(8, 40, together=True)
     assert [(each.token_ids, each.logprobs) for each in shared] == [(each.token_ids, each.logprobs) for each in alone]
     assert [each.started.cached_tokens for each in alone if each.started is not None] == [0] * 7
-    assert [each.started.cached_tokens for each in shared if each.started is not None] == []
+    assert [each.started.cached_tokens for each in shared if each.started is not None][:3] == [0, 0, 20]
+    assert sum(each.started.cached_tokens > 40 for each in shared[3:] if each.started is not None) >= 3
     assert bench.board.preemptions
     if dtype == torch.float32:
         tokens = [*system, *users[2], *shared[2].token_ids]
