@@ -166,7 +166,9 @@ class PageStore:
         return self._memory(index)[: self._sizes[index >= self.num_places]]
 
     def _memory(self, index: int) -> NDArray[np.uint8]:
-        return self._places[index] if index < self.num_places else self._states[index - self.num_places]
+        is_page = index < self.num_places
+        memory: NDArray[np.uint8] = self._places[index] if is_page else self._states[index - self.num_places]
+        return memory
 
     def note_written(self, index: int) -> None:
         """Note that the content of the place is complete. May be called on another thread than the other methods."""
