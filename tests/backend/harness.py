@@ -12,9 +12,9 @@ import numpy as np
 
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.launched_step import launch_step
-from penstock.backend.forward_pass.extensions import ICheckpointsStates
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.start.paging import create_cache
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
@@ -253,9 +253,7 @@ class Bench(EngineRig):
             drafting=drafting,
         )
         if sizes.num_pages:
-            self.forward_pass.create_cache(num_pages, page_size, "fp32")
-        if isinstance(self.forward_pass, ICheckpointsStates):
-            self.forward_pass.create_checkpoints(num_checkpoints)
+            create_cache(self.forward_pass, num_pages, page_size, "fp32", num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()

@@ -50,8 +50,7 @@ class PassSizes:
     max_running: int
     max_batch_tokens: int
     runs_ahead: bool
-    num_checkpoints: int | None = None
-    """None: the pass keeps no state."""
+    num_checkpoints: int | None = None  # the pass keeps no state
     adapters: tuple[str, ...] = ()
 
 
@@ -158,7 +157,7 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
-        self._states = None if sizes.num_checkpoints is None else States(sizes.num_checkpoints, sizes.page_size, ROOT)
+        self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self._written: list[list[int]] = []
@@ -183,15 +182,14 @@ class ChainPass:
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
-        if self._states is not None:
-            self._states.restore(batch)
+        self._states.restore(batch)
         ends, written, self._written = [], set[int](), []
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
             position, pages = contexts[row], table[row]
             cell = self._cell_before(position, pages)
-            if self._states is not None:
+            if self.spec.state_bytes_per_sequence:
                 cell = self._states.check(slot, position, cell, is_spoiled=bool(nonsense))
             if fault is not None and fault.kind == "poison" and fault.row == row:
                 cell = -fault.number
@@ -214,10 +212,8 @@ class ChainPass:
                 raise Violation("two rows of a step write to one page")
             written |= mine
             ends.append(cell)
-            if self._states is not None:
-                self._states.of_slots[slot] = position, cell
-        if self._states is not None:
-            self._states.save(batch)
+            self._states.of_slots[slot] = position, cell
+        self._states.save(batch)
         return ends
 
     def _cell_before(self, position: int, pages: list[int]) -> int:
@@ -300,8 +296,7 @@ class ChainPass:
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = SlotState(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
-        if self._states is not None:
-            self._states.of_slots.pop(init.slot, None)
+        self._states.of_slots.pop(init.slot, None)
 
     def sample(self, logits: list[int], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         fault = self.fault

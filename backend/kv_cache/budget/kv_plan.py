@@ -236,9 +236,7 @@ def plan_kv(
     """
     check_context(spec, max_context_tokens)
     page_size_tokens = groups.page_size_tokens
-    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
-        offered = ", ".join(map(str, spec.page_sizes))
-        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
+    _check_page_size(spec, page_size_tokens)
     state_bytes = max_running * spec.state_bytes_per_sequence
     page_bytes = budget.num_bytes - state_bytes
     if page_bytes < 0:
@@ -252,17 +250,17 @@ def plan_kv(
         choice = _choose_dtype(spec, left_bytes, kv_dtype, groups, max_context_tokens, max_running)
         capacity = choice.chosen
         context = groups.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
-        if context >= (max_context_tokens or _MIN_CONTEXT_TOKENS):
+        if context >= (least_context := max_context_tokens or _MIN_CONTEXT_TOKENS):
             break
     if capacity.num_pages < 1:
         raise StartupError(
             f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
             f"{budget.remedy} or lower --page-size"
         )
-    if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
+    if context < least_context:
         raise StartupError(
-            f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
-            f"{capacity.num_tokens} tokens: {budget.remedy} or lower --max-context"
+            f"--max-context is {least_context}; --kv-budget {budget} holds {capacity.num_tokens} tokens: "
+            f"{budget.remedy} or lower --max-context"
         )
     pages_per_sequence = groups.pages_for(context)
     most_running = MAX_PAGE_TABLE // pages_per_sequence
@@ -288,6 +286,12 @@ def plan_kv(
         quantization=spec.quantization,
         num_checkpoints=num_checkpoints,
     )
+
+
+def _check_page_size(spec: PassSpec, page_size_tokens: int) -> None:
+    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
+        offered = ", ".join(map(str, spec.page_sizes))
+        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
 
 
 def _choose_dtype(
