@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.backend.checkpoint.config_json import parse_decoder_config, read_decoder_config
 from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.shm.messages import Sampling
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 def state_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder.ops
-    states: list[torch.Tensor] = ops.delta_net.states
-    return states
+    return [torch.from_numpy(array) for array in ops.delta_net.states]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_experts_of_a_layer_may_be_in_two_tensors(tmp_path: Path) -> None:
 
     def layer() -> LayerWeights[Any]:
         with open_weights(model_dir, config) as weights:
-            return weights.layer(1, torch.float32)
+            return weights.layer(1, Dtype.FP32)
 
     before, tensors = layer(), load_file(model_dir / "model.safetensors")
     for index in range(3):
@@ -144,7 +144,7 @@ def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_a
     """Turns of conversations whose prompts part, come together, are preempted and choose several times."""
     system, *users = prompts((21, 7, 9, 30), seed=8)
 
-    def run(num_checkpoints: int, num_pages: int, *, together: bool) -> tuple[list[Received], Bench]:
+    def run(num_checkpoints: int, num_pages: int, *, together: bool) -> tuple[list[Received], int]:
         decoder = make_pass("qwen3.5", make_native_ops, dtype)
         sizes = {"page_size": 4, "max_batch_tokens": 24, "vocab_size": 256}
         bench = Bench(forward_pass=decoder, num_checkpoints=num_checkpoints, num_pages=num_pages, **sizes)
@@ -157,17 +157,18 @@ def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_a
                 if not together:
                     bench.run_dry()
             bench.run_dry()
+        num_preemptions = bench.board.preemptions
         bench.close()
         decoder.close()
-        return [bench.received(request_id) for request_id in (0, 1, 2, 10, 11, 12, 13)], bench
+        return [bench.received(request_id) for request_id in (0, 1, 2, 10, 11, 12, 13)], num_preemptions
 
     alone, _ = run(0, 128, together=False)
-    shared, bench = run(8, 40, together=True)
+    shared, num_preemptions = run(8, 40, together=True)
     assert [(each.token_ids, each.logprobs) for each in shared] == [(each.token_ids, each.logprobs) for each in alone]
     assert [each.started.cached_tokens for each in alone if each.started is not None] == [0] * 7
     assert [each.started.cached_tokens for each in shared if each.started is not None][:3] == [0, 0, 20]
     assert sum(each.started.cached_tokens > 40 for each in shared[3:] if each.started is not None) >= 3
-    assert bench.board.preemptions
+    assert num_preemptions
     if dtype == torch.float32:
         tokens = [*system, *users[2], *shared[2].token_ids]
         choices = oracle_logits("qwen3.5", tuple(tokens[:-1])).argmax(axis=1)[len(system) + len(users[2]) - 1 :]
