@@ -235,8 +235,7 @@ def plan_kv(
     Raises StartupError naming the value, the limit and the remedy.
     """
     check_context(spec, max_context_tokens)
-    page_size_tokens = groups.page_size_tokens
-    _check_page_size(spec, page_size_tokens)
+    _check_page_size(spec, groups.page_size_tokens)
     state_bytes = max_running * spec.state_bytes_per_sequence
     page_bytes = budget.num_bytes - state_bytes
     if page_bytes < 0:
@@ -254,8 +253,8 @@ def plan_kv(
             break
     if capacity.num_pages < 1:
         raise StartupError(
-            f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
-            f"{budget.remedy} or lower --page-size"
+            f"--kv-budget is {budget}; one page of {groups.page_size_tokens} tokens takes "
+            f"{format_size(capacity.page_bytes)}: {budget.remedy} or lower --page-size"
         )
     if context < least_context:
         raise StartupError(
