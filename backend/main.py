@@ -30,6 +30,7 @@ from penstock.backend.engine.requests.adapters import AdapterSet
 from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
+from penstock.backend.engine.steps.draft_model import DraftModel
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
@@ -44,6 +45,7 @@ from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import grace_at_start
+from penstock.backend.start.draft_model import DraftChoice, find_draft, make_desk
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
@@ -139,8 +141,11 @@ def serve(options: BackendOptions) -> None:
     pass_class = find_forward_pass(name)  # imports torch
     spare_imports()
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
-    memory = _measure_memory(options, spec, pass_class, config_dir, settings)
-    plan = plan_memory(options, spec, settings, memory)
+    draft = find_draft(options, settings, spec)
+    planned = spec if draft is None else draft.added_to(spec)
+    memory = _measure_memory(options, planned, pass_class, config_dir, settings)
+    plan = plan_memory(options, planned, settings, memory)
+    plan = plan if draft is None else draft.taken_from(plan)
     if options.dry_run:
         from penstock.backend.kv_cache.budget.budget_table import print_plan  # and rich, which no server needs
 
@@ -152,7 +157,9 @@ def serve(options: BackendOptions) -> None:
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity, turns := DeviceTurns())
-    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
+    forward_pass, token_step_s, draft_model = _load_pass(
+        executor, pass_class, model_dir, settings, spec, plan, options, draft
+    )
     check_unchanged(named_adapters(options), card.adapters)
     store = open_pages(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
@@ -162,7 +169,10 @@ def serve(options: BackendOptions) -> None:
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events, step_timing = create_kv_events(options, settings, plan), StepTiming()
-    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
+    scheduler, builder = create_scheduler(
+        plan, settings, forward_pass, options, board, kv_events, store, step_timing, draft
+    )
+    desk = make_desk(draft_model, executor, scheduler, spec)
     tower = start_tower(forward_pass, turns, executor.wake)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
@@ -176,7 +186,9 @@ def serve(options: BackendOptions) -> None:
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
-    engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
+    engine = Engine(
+        link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events, draft_desk=desk
+    )
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
     resume_collection()
@@ -187,7 +199,7 @@ def serve(options: BackendOptions) -> None:
     try:
         engine.run()
     finally:
-        for part in (link, compiler, tower, executor):
+        for part in (link, compiler, tower, desk, executor):
             if part is not None:
                 part.close()
     logger.info("drained after %d steps", board.steps)
@@ -254,20 +266,23 @@ def _load_pass(
     spec: PassSpec,
     plan: KvPlan | WholePlan,
     options: BackendOptions,
-) -> tuple[IBatchedForwardPass, float | None]:
-    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass.
+    draft: DraftChoice | None,
+) -> tuple[IBatchedForwardPass, float | None, DraftModel | None]:
+    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the passes.
 
-    Return the pass, and the duration in seconds of a step that samples one token; None if it generates none.
+    Return the pass, the duration in seconds of a step that samples one token, which is None if it generates none, and
+    the draft model.
     """
 
-    token_step_s = None
+    token_step_s = draft_model = None
 
     def load() -> IBatchedForwardPass:
-        nonlocal token_step_s
+        nonlocal token_step_s, draft_model
         forward_pass = pass_class.load(model_dir, settings)
         try:
             if isinstance(plan, KvPlan):
                 forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+            draft_model = None if draft is None else draft.load(forward_pass, model_dir, plan)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             no_memory = NoRoomBeside if options.beside_another else StartupError
             raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
@@ -275,7 +290,7 @@ def _load_pass(
         return forward_pass
 
     forward_pass = executor.start(load)
-    return forward_pass, token_step_s
+    return forward_pass, token_step_s, draft_model
 
 
 def _log_plan(plan: KvPlan | WholePlan) -> None:

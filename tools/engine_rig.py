@@ -22,6 +22,7 @@ from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.engine.steps.draft_desk import DraftDesk
 from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepBatch
@@ -116,6 +117,7 @@ class EngineRig:
         vector_cache: VectorCache | None = None,
         recorder: Recorder | None = None,
         make_pictures: Callable[[ISequenceScheduler, Delivery], PictureDesk | None] = lambda _, __: None,
+        make_draft_desk: Callable[[ISequenceScheduler], DraftDesk | None] = lambda _: None,
     ) -> None:
         self.board = board or BackendBoard.create()
         self.scheduler: ISequenceScheduler = sizes.make_scheduler(pool or PagePool(sizes.num_pages))
@@ -132,8 +134,9 @@ class EngineRig:
             make_pictures=partial(make_pictures, self.scheduler),
         )
         self.engine = Engine(
-            link, executor, self.scheduler, builder, self.requests, self.board, clock, step_timing=step_timing
-        )
+            link, executor, self.scheduler, builder, self.requests, self.board, clock,
+            step_timing=step_timing, draft_desk=make_draft_desk(self.scheduler),
+        )  # fmt: skip
 
 
 class ThreadlessExecutor(IExecutor):
@@ -165,6 +168,12 @@ class ThreadlessExecutor(IExecutor):
     def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
         self._num_in_flight += 1
         self._plans.append((plan, batch, saves))
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Do this at once: it comes after the steps before it only if none is in flight."""
+        if self.is_busy:
+            raise RuntimeError("work for an executor with steps in flight; these stand-ins do not order it")
+        work()
 
     def results(self) -> list[StepResult]:
         results, self._results = self._results, []

@@ -22,8 +22,10 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import Drafting
+from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
+from penstock.backend.start.draft_model import DraftChoice
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter
@@ -88,6 +90,7 @@ def create_scheduler(
     kv_events: KvEventPublisher | None,
     store: PageStore | HandOverMemory | None,
     step_timing: StepTiming,
+    draft: DraftChoice | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     """Create the scheduler. Raises StartupError.
 
@@ -102,10 +105,15 @@ def create_scheduler(
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
-    drafting = None
+    drafting = texts = None
     if verifies_drafts and options.speculation != "none":
-        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
-    observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
+        is_alone = options.speculation == "draft"
+        texts = None if is_alone else EarlierTexts(plan.num_pages, plan.page_size_tokens)
+        if draft is None:
+            drafting = Drafting(step_timing, texts)
+        else:
+            drafting = ModelDrafting(step_timing, texts, draft.spec.max_context_tokens, is_alone=is_alone)
+    observers = () if kv_events is None else (kv_events,)
     scheduler = Scheduler(
         PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),
         plan.page_size_tokens,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.draft_desk import DraftDesk
+from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass
@@ -230,6 +232,7 @@ class Bench(EngineRig):
         late_masks: LateMasks | None = None,
         vector_cache: VectorCache | None = None,
         drafting: Drafting | None = None,
+        draft_pass: Any = None,
         make_pictures: Any = lambda _, __: None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
@@ -265,7 +268,16 @@ class Bench(EngineRig):
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             make_pictures=make_pictures,
+            make_draft_desk=partial(self._make_draft_desk, drafting, draft_pass),
         )
+
+    def _make_draft_desk(self, drafting: Any, draft_pass: Any, scheduler: Any) -> DraftDesk | None:
+        if draft_pass is None:
+            return None
+        num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
+        draft_pass.create_cache(num_pages, self.page_size, "fp32")
+        self.draft_model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16)
+        return DraftDesk(self.draft_model, self.executor, drafting, scheduler.wanted_guesses, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s
