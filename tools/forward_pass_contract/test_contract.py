@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.backend.engine.steps.draft_model import DraftAsk, DraftModel, num_spare_pages
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit, TokenLogprobs
 from penstock.backend.forward_pass.extensions import IHostPages
 from penstock.tools.forward_pass_contract.steps import (
@@ -298,6 +300,23 @@ def test_drafts_give_the_tokens_of_steps_without_them(runner: StepRunner, *, is_
             assert np.array_equal(logits[0], their_logits[len(found) + num_right])
         found += [*right, int(tokens[0])]
     assert found == expected[: len(found)]
+
+
+def test_pass_continues_a_text_as_a_draft_model(runner: StepRunner) -> None:
+    """It takes a slot again within a text, and goes back behind tokens that were only guessed."""
+    forward_pass = runner.forward_pass
+    if forward_pass.spec.kv_windows != (None,) or forward_pass.spec.state_bytes_per_sequence:
+        pytest.skip("this pass cannot be a draft model")
+    prompt, page_size = runner.random_prompt(13), page_size_of(forward_pass)
+    pages = list(range(NUM_PAGES - num_spare_pages(page_size) - 1, 0, -1))
+    text = [*prompt, runner.prefill(prompt, pages)[1]]
+    while len(text) < len(prompt) + 9:
+        _, tokens = runner.step([StepRow([FROM_SLOT], len(text) - 1, pages, 0)])
+        text.append(int(tokens[0]))
+    model = DraftModel(forward_pass, NUM_PAGES - num_spare_pages(page_size), page_size, MAX_BATCH_TOKENS, 1e-30)
+    for known in (len(prompt), len(prompt) + 4, len(prompt) + 2):
+        ask = DraftAsk(array("i", text[:known]), len(prompt), pages[: -(-known // page_size)], b"", GREEDY, (), 5)
+        assert model.guess([ask], forward_pass.spec.vocab_size).tokens == [text[known : known + 5]]
 
 
 def test_dry_keeps_a_token_from_continuing_a_repetition(runner: StepRunner) -> None:

@@ -14,8 +14,7 @@ from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, S
 from penstock.backend.scheduling.drafting import MAX_ROWS
 from penstock.backend.scheduling.model_drafting import MAX_OF_MODEL
 
-_MIN_LOGPROB = math.log(0.3)
-"""A less likely token is no guess, and none follows it."""
+_MIN_CHANCE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,18 @@ class DraftModel:
     """
 
     def __init__(
-        self, forward_pass: IBatchedForwardPass, num_pages: int, page_size_tokens: int, max_batch_tokens: int
+        self,
+        forward_pass: IBatchedForwardPass,
+        num_pages: int,
+        page_size_tokens: int,
+        max_batch_tokens: int,
+        min_chance: float = _MIN_CHANCE,
     ) -> None:
-        """num_pages: the target's; the pass's cache has `num_spare_pages` more."""
+        """num_pages: the target's; the pass's cache has `num_spare_pages` more. min_chance: a token of which the pass
+        is less certain is no guess, and none follows it."""
         self._pass = forward_pass
         self._num_pages, self._page_size = num_pages, page_size_tokens
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens, self._min_logprob = max_batch_tokens, math.log(min_chance)
         self._written: dict[int, _WrittenPage] = {}
 
     def guess(self, asks: Iterable[DraftAsk], vocab_size: int) -> Guesses:
@@ -115,7 +120,7 @@ class DraftModel:
             if num_tokens <= MAX_ROWS * (1 + MAX_OF_MODEL):
                 result.num_passes += 1
                 result.seconds += time.perf_counter() - began_s
-            live = _continue(sampling, output, vocab_size)
+            live = self._continue(sampling, output, vocab_size)
         return result
 
     def close(self) -> None:
@@ -155,6 +160,20 @@ class DraftModel:
             row.is_first = False
         return sampling, output
 
+    def _continue(self, rows: list[_Row], output: StepOutput, vocab_size: int) -> list[_Row]:
+        """Take the rows' new tokens. Return the rows that go on."""
+        if output.logprobs is None:
+            return []
+        live = []
+        for row, token, logprob in zip(rows, output.token_ids.tolist(), output.logprobs.chosen.tolist(), strict=True):
+            if not (0 <= token < vocab_size and logprob >= self._min_logprob):
+                continue
+            row.guessed.append(token)
+            if len(row.guessed) < row.ask.max_guessed and token not in row.ask.stop_ids:
+                row.next_tokens = array("i", [token])
+                live.append(row)
+        return live
+
     def _make_batch(self, rows: list[_Row], sampling: list[_Row]) -> StepBatch:
         size = self._page_size
         num_pages = [-(-(row.start + len(row.next_tokens)) // size) for row in rows]
@@ -188,18 +207,3 @@ def _slot_init(row: _Row) -> SlotInit:
     ask = row.ask
     sampling = replace(ask.sampling, num_logprobs=0, logprob_token_ids=())
     return SlotInit(row.slot, sampling, np.array(ask.tokens, np.int32), ask.num_prompt_tokens)
-
-
-def _continue(rows: list[_Row], output: StepOutput, vocab_size: int) -> list[_Row]:
-    """Take the rows' new tokens. Return the rows that go on."""
-    if output.logprobs is None:
-        return []
-    live = []
-    for row, token, logprob in zip(rows, output.token_ids.tolist(), output.logprobs.chosen.tolist(), strict=True):
-        if not (0 <= token < vocab_size and logprob >= _MIN_LOGPROB):
-            continue
-        row.guessed.append(token)
-        if len(row.guessed) < row.ask.max_guessed and token not in row.ask.stop_ids:
-            row.next_tokens = array("i", [token])
-            live.append(row)
-    return live
