@@ -50,6 +50,7 @@ from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
     count_host_pages,
+    create_board,
     create_kv_events,
     create_scheduler,
     leave_on_signal,
@@ -85,7 +86,6 @@ from penstock.process.service_manager import find_service_manager
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION, ModelCard
@@ -164,7 +164,7 @@ def serve(options: BackendOptions) -> None:
     store = open_pages(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
-    board = _create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
+    board = create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
@@ -297,18 +297,6 @@ def _log_plan(plan: KvPlan | WholePlan) -> None:
     logger.info(plan.describe())
     if isinstance(plan, KvPlan) and (warning := plan.narrowing) is not None:
         logger.warning(warning)
-
-
-def _create_board(
-    plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None, num_host_pages: int
-) -> BackendBoard:
-    board = BackendBoard.create(digest_bytes(plan.num_pages + num_host_pages))
-    board.pid = os.getpid()
-    board.pages_total = plan.num_pages
-    board.page_size_tokens = plan.page_size_tokens
-    board.max_waiting = max_waiting
-    board.token_step_us = 0 if token_step_s is None else round(1e6 * token_step_s)
-    return board
 
 
 def _watch_weights(

@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.backend.checkpoint.encoders.tasks import find_task
 from penstock.backend.checkpoint.files.tokenizer_file import read_token_ids
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.steps.draft_desk import DraftDesk, IDraftExecutor
@@ -21,6 +20,7 @@ from penstock.backend.scheduling.drafting import MAX_ROWS
 from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
+from penstock.backend.start.startup import pass_name
 
 logger = logging.getLogger("penstock.backend")
 
@@ -42,7 +42,7 @@ class DraftChoice:
         if not both:
             others = ", ".join(spec.kv_bytes_per_token)
             raise StartupError(
-                f"--draft-model {self.name} has KV dtypes {', '.join(mine)}, the model {others}: they need one in common"
+                f"--draft-model {self.name} has KV dtypes {', '.join(mine)}, the model {others}: one must be the same"
             )
         return replace(
             spec,
@@ -106,8 +106,7 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
             "text: leave it out"
         )
     config_dir = resolve_config(name)
-    is_auto = options.forward_pass == "auto"
-    pass_class = find_forward_pass(find_task(config_dir).forward_pass if is_auto else options.forward_pass)
+    pass_class = find_forward_pass(pass_name(options, config_dir))
     settings = replace(
         settings,
         max_running=MAX_ROWS,

@@ -233,6 +233,7 @@ class Bench(EngineRig):
         vector_cache: VectorCache | None = None,
         drafting: Drafting | None = None,
         draft_pass: Any = None,
+        min_chance: float = 0.3,
         make_pictures: Any = lambda _, __: None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
@@ -268,16 +269,16 @@ class Bench(EngineRig):
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             make_pictures=make_pictures,
-            make_draft_desk=partial(self._make_draft_desk, drafting, draft_pass),
+            make_draft_desk=partial(self._make_draft_desk, drafting, draft_pass, min_chance),
         )
 
-    def _make_draft_desk(self, drafting: Any, draft_pass: Any, scheduler: Any) -> DraftDesk | None:
+    def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float, scheduler: Any) -> DraftDesk | None:
         if draft_pass is None:
             return None
         num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
         draft_pass.create_cache(num_pages, self.page_size, "fp32")
-        self.draft_model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16)
-        return DraftDesk(self.draft_model, self.executor, drafting, scheduler.wanted_guesses, self.vocab_size)
+        model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
+        return DraftDesk(model, self.executor, drafting, scheduler.wanted_guesses, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s

@@ -62,10 +62,10 @@ class SimulatedModelDrafting(ModelDrafting):
         super().__init__(StepTiming(), texts, world.setup.context - rng.choice((0, 0, 8)))
         self._world, self._rng = world, rng
 
-    def _best_length(self, num_rows: int, rows: list[Sequence]) -> int:  # noqa: ARG002
+    def _best_length(self, num_rows: int, rows: list[Sequence]) -> int:
         return self._rng.randint(0, 6)
 
-    def _best_count(self, num_rows: int, chances: list[float]) -> int:  # noqa: ARG002
+    def _best_count(self, num_rows: int, chances: list[float]) -> int:
         return self._rng.randint(0, len(chances))
 
     def note_guessed(self, num_passes: int, seconds: float) -> None:

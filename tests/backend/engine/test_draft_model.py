@@ -50,10 +50,10 @@ class Eager(ModelDrafting):
     def __init__(self, texts: EarlierTexts | None = None) -> None:
         super().__init__(StepTiming(), texts, 1000)
 
-    def _best_length(self, num_rows: int, rows: list[Sequence]) -> int:  # noqa: ARG002
+    def _best_length(self, num_rows: int, rows: list[Sequence]) -> int:
         return MAX_OF_MODEL
 
-    def _best_count(self, num_rows: int, chances: list[float]) -> int:  # noqa: ARG002
+    def _best_count(self, num_rows: int, chances: list[float]) -> int:
         return len(chances)
 
 
