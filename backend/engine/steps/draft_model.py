@@ -52,7 +52,7 @@ class _WrittenPage:
     """Names the text up to its end, when it is full."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Row:
     ask: DraftAsk
     slot: int
@@ -151,8 +151,7 @@ class DraftModel:
     def _step(self, rows: list[_Row]) -> tuple[list[_Row], StepOutput]:
         """Compute the rows' next tokens. Return the rows that got another one, and it."""
         rows = sorted(rows, key=lambda row: len(row.next_tokens) > 1)
-        sampling = [row for row in rows if row.is_whole]
-        batch = self._make_batch(rows, sampling)
+        sampling, batch = [row for row in rows if row.is_whole], self._make_batch(rows)
         output = self._pass.sample(self._pass.forward(batch), batch).wait()
         for row in rows:
             self._note_written(row)
@@ -174,7 +173,7 @@ class DraftModel:
                 live.append(row)
         return live
 
-    def _make_batch(self, rows: list[_Row], sampling: list[_Row]) -> StepBatch:
+    def _make_batch(self, rows: list[_Row]) -> StepBatch:
         size = self._page_size
         num_pages = [-(-(row.start + len(row.next_tokens)) // size) for row in rows]
         table = np.zeros((len(rows), max(num_pages)), np.int32)
@@ -187,7 +186,7 @@ class DraftModel:
             context_lens=np.array([row.start for row in rows], np.int32),
             page_table=table,
             slots=np.array([row.slot for row in rows], np.int32),
-            logit_rows=np.array([index for index, row in enumerate(rows) if row in sampling], np.int32),
+            logit_rows=np.array([index for index, row in enumerate(rows) if row.is_whole], np.int32),
             slot_inits=tuple(_slot_init(row) for row in rows if row.is_first),
         )
 
