@@ -10,6 +10,7 @@ from penstock.backend.checkpoint.files.tokenizer_file import read_token_ids
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.steps.draft_desk import DraftDesk, IDraftExecutor
 from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.forward_pass.plugins import find_forward_pass
@@ -17,7 +18,6 @@ from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import MAX_ROWS
-from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.start.startup import pass_name

@@ -10,6 +10,7 @@ from types import FrameType
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
@@ -23,7 +24,6 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import Drafting
-from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.backend.start.draft_model import DraftChoice

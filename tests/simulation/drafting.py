@@ -10,11 +10,11 @@ import numpy as np
 
 from penstock.backend.engine.steps.draft_desk import DraftDesk
 from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepOutput
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
-from penstock.backend.scheduling.model_drafting import ModelDrafting
 from tests.simulation.chain_pass import ChainPass
 
 if TYPE_CHECKING:

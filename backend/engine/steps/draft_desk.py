@@ -8,8 +8,8 @@ from functools import partial
 from typing import Protocol
 
 from penstock.backend.engine.steps.draft_model import DraftAsk, DraftModel, Guesses
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.forward_pass import DeviceLost
-from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.sequences.sequence import Sequence
 
 logger = logging.getLogger("penstock.backend")

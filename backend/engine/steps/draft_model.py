@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
 from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
 from penstock.backend.scheduling.drafting import MAX_ROWS
-from penstock.backend.scheduling.model_drafting import MAX_OF_MODEL
 
 _MIN_CHANCE = 0.3
 

@@ -10,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.draft_model import DraftAsk, DraftModel, num_spare_pages
+from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL, ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import SamplingParams, StepBatch
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.scheduling.model_drafting import MAX_OF_MODEL, ModelDrafting
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Constraints, Sampling
 from tests.backend.harness import Bench, expected_tokens

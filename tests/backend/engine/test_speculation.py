@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import PassOptions, StepBatch
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
@@ -17,7 +18,6 @@ from penstock.backend.passes.decoder import cpu_pass
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
-from penstock.backend.scheduling.model_drafting import ModelDrafting
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser, PromptLookup
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
