@@ -30,7 +30,6 @@ from penstock.backend.engine.requests.adapters import AdapterSet
 from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
-from penstock.backend.engine.steps.draft_model import DraftModel
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor, ExecutorFailed
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import NO_ROOM_STATUS, NoRoomBeside, StartupError
@@ -45,7 +44,7 @@ from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import grace_at_start
-from penstock.backend.start.draft_model import DraftChoice, find_draft, make_desk
+from penstock.backend.start.draft_model import DraftChoice, plan_with_draft
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
@@ -71,7 +70,6 @@ from penstock.backend.start.startup import (
     named_adapters,
     pass_name,
     pass_options,
-    plan_memory,
 )
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
@@ -137,15 +135,11 @@ def serve(options: BackendOptions) -> None:
     started_s = time.monotonic()
     options, rules, settings = _prepare(options)
     config_dir = locate_config(options)
-    name = pass_name(options, config_dir)
-    pass_class = find_forward_pass(name)  # imports torch
+    pass_class = find_forward_pass(name := pass_name(options, config_dir))  # imports torch
     spare_imports()
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
-    draft = find_draft(options, settings, spec)
-    planned = spec if draft is None else draft.added_to(spec)
-    memory = _measure_memory(options, planned, pass_class, config_dir, settings)
-    plan = plan_memory(options, planned, settings, memory)
-    plan = plan if draft is None else draft.taken_from(plan)
+    memory = _measure_memory(options, spec, pass_class, config_dir, settings)
+    plan, draft = plan_with_draft(options, spec, settings, memory)
     if options.dry_run:
         from penstock.backend.kv_cache.budget.budget_table import print_plan  # and rich, which no server needs
 
@@ -157,9 +151,7 @@ def serve(options: BackendOptions) -> None:
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity, turns := DeviceTurns())
-    forward_pass, token_step_s, draft_model = _load_pass(
-        executor, pass_class, model_dir, settings, spec, plan, options, draft
-    )
+    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options, draft)
     check_unchanged(named_adapters(options), card.adapters)
     store = open_pages(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
@@ -169,10 +161,7 @@ def serve(options: BackendOptions) -> None:
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
     kv_events, step_timing = create_kv_events(options, settings, plan), StepTiming()
-    scheduler, builder = create_scheduler(
-        plan, settings, forward_pass, options, board, kv_events, store, step_timing, draft
-    )
-    desk = make_desk(draft_model, executor, scheduler, spec)
+    scheduler, builder = create_scheduler(plan, settings, forward_pass, options, board, kv_events, store, step_timing)
     tower = start_tower(forward_pass, turns, executor.wake)
     recorder = _create_recorder(options, card, settings, plan, forward_pass)
     cache = VectorCache(options.embedding_cache) if options.embedding_cache and spec.pooled else None
@@ -186,9 +175,8 @@ def serve(options: BackendOptions) -> None:
     )  # fmt: skip
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
-    engine = Engine(
-        link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events, draft_desk=desk
-    )
+    engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
+    engine.draft_desk = desk = None if draft is None else draft.make_desk(executor, scheduler, step_timing, spec)
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
     resume_collection()
@@ -267,22 +255,22 @@ def _load_pass(
     plan: KvPlan | WholePlan,
     options: BackendOptions,
     draft: DraftChoice | None,
-) -> tuple[IBatchedForwardPass, float | None, DraftModel | None]:
+) -> tuple[IBatchedForwardPass, float | None]:
     """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the passes.
 
-    Return the pass, the duration in seconds of a step that samples one token, which is None if it generates none, and
-    the draft model.
+    Return the pass, and the duration in seconds of a step that samples one token; None if it generates none.
     """
 
-    token_step_s = draft_model = None
+    token_step_s = None
 
     def load() -> IBatchedForwardPass:
-        nonlocal token_step_s, draft_model
+        nonlocal token_step_s
         forward_pass = pass_class.load(model_dir, settings)
         try:
             if isinstance(plan, KvPlan):
                 forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
-            draft_model = None if draft is None else draft.load(forward_pass, model_dir, plan)
+            if draft is not None:
+                draft.load(forward_pass, model_dir, plan)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             no_memory = NoRoomBeside if options.beside_another else StartupError
             raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
@@ -290,7 +278,7 @@ def _load_pass(
         return forward_pass
 
     forward_pass = executor.start(load)
-    return forward_pass, token_step_s, draft_model
+    return forward_pass, token_step_s
 
 
 def _log_plan(plan: KvPlan | WholePlan) -> None:

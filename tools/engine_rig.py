@@ -22,7 +22,6 @@ from penstock.backend.engine.requests.handling import RequestHandling
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.requests.vector_delivery import VectorCache
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
-from penstock.backend.engine.steps.draft_desk import DraftDesk
 from penstock.backend.engine.steps.launched_step import LaunchedStep, PageSaves, StepResult
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepBatch
@@ -117,7 +116,6 @@ class EngineRig:
         vector_cache: VectorCache | None = None,
         recorder: Recorder | None = None,
         make_pictures: Callable[[ISequenceScheduler, Delivery], PictureDesk | None] = lambda _, __: None,
-        make_draft_desk: Callable[[ISequenceScheduler], DraftDesk | None] = lambda _: None,
     ) -> None:
         self.board = board or BackendBoard.create()
         self.scheduler: ISequenceScheduler = sizes.make_scheduler(pool or PagePool(sizes.num_pages))
@@ -134,9 +132,8 @@ class EngineRig:
             make_pictures=partial(make_pictures, self.scheduler),
         )
         self.engine = Engine(
-            link, executor, self.scheduler, builder, self.requests, self.board, clock,
-            step_timing=step_timing, draft_desk=make_draft_desk(self.scheduler),
-        )  # fmt: skip
+            link, executor, self.scheduler, builder, self.requests, self.board, clock, step_timing=step_timing
+        )
 
 
 class ThreadlessExecutor(IExecutor):

@@ -60,7 +60,6 @@ class Engine:
         step_timing: StepTiming | None = None,
         heartbeat: SignOfLife | None = None,
         kv_events: KvEventPublisher | None = None,
-        draft_desk: DraftDesk | None = None,
     ) -> None:
         """heartbeat shows each turn to the process that supervises this one, even if the device hangs.
 
@@ -81,7 +80,8 @@ class Engine:
         self._step_timing = step_timing or requests.step_timing
         self._heartbeat = heartbeat
         self._kv_events = kv_events
-        self._draft_desk = draft_desk
+        self.draft_desk: DraftDesk | None = None
+        """Asks a draft model before plans, if there is one."""
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
         self._work: Callable[[], None] | None = None
@@ -186,7 +186,7 @@ class Engine:
         while self._scheduler.has_work and self._executor.has_capacity:
             if self._has_drafts and self._executor.is_busy:
                 return None
-            if self._draft_desk is not None and self._draft_desk.holds_plan():
+            if self.draft_desk is not None and self.draft_desk.holds_plan():
                 return None
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.backend.checkpoint.files.tokenizer_file import read_token_ids
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
+from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.steps.draft_desk import DraftDesk, IDraftExecutor
 from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
 from penstock.backend.engine.steps.model_drafting import ModelDrafting
@@ -15,25 +16,30 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
+from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
 from penstock.backend.options import BackendOptions
-from penstock.backend.scheduling.drafting import MAX_ROWS
+from penstock.backend.scheduling.drafting import MAX_ROWS, StepTimes
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
-from penstock.backend.start.startup import pass_name
+from penstock.backend.start.startup import pass_name, plan_memory
 
 logger = logging.getLogger("penstock.backend")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftChoice:
-    """The draft model before it is loaded."""
+    """The draft model that the operator has chosen."""
 
     name: str
+    is_alone: bool
+    """Nothing else guesses."""
     config_dir: Path
     pass_class: type[IBatchedForwardPass]
     settings: PassOptions
     spec: PassSpec
+    model: DraftModel | None = None
+    """When it is loaded."""
 
     def added_to(self, spec: PassSpec) -> PassSpec:
         """The target's spec, with the memory of both. Raises StartupError."""
@@ -63,7 +69,7 @@ class DraftChoice:
             workspace_bytes=plan.workspace_bytes + num_bytes,
         )
 
-    def load(self, forward_pass: IBatchedForwardPass, model_dir: Path, plan: KvPlan | WholePlan) -> DraftModel:
+    def load(self, forward_pass: IBatchedForwardPass, model_dir: Path, plan: KvPlan | WholePlan) -> None:
         """Load it beside the target, on the thread that will run it. Raises StartupError."""
         if not forward_pass.spec.verifies_drafts or isinstance(plan, WholePlan):
             raise StartupError(
@@ -83,10 +89,31 @@ class DraftChoice:
         loaded.create_cache(self._num_pages(plan), plan.page_size_tokens, plan.kv_dtype)
         check_first_step(loaded, self.spec)
         logger.info("the draft model %s guesses tokens of up to %d sequences", self.name, MAX_ROWS)
-        return DraftModel(loaded, plan.num_pages, plan.page_size_tokens, self.settings.max_batch_tokens)
+        self.model = DraftModel(loaded, plan.num_pages, plan.page_size_tokens, self.settings.max_batch_tokens)
+
+    def make_desk(
+        self, executor: IDraftExecutor, scheduler: ISequenceScheduler, times: StepTimes, spec: PassSpec
+    ) -> DraftDesk:
+        """spec: the target's."""
+        if self.model is None or not isinstance(scheduler, Scheduler) or scheduler.drafting is None:
+            raise RuntimeError("the draft model is not loaded, or nothing drafts; this is a bug")
+        texts = None if self.is_alone else scheduler.drafting.texts
+        drafting = ModelDrafting(times, texts, self.spec.max_context_tokens, is_alone=self.is_alone)
+        scheduler.drafting = drafting
+        return DraftDesk(self.model, executor, drafting, scheduler.wanted_guesses, spec.vocab_size)
 
     def _num_pages(self, plan: KvPlan) -> int:
         return plan.num_pages + num_spare_pages(plan.page_size_tokens)
+
+
+def plan_with_draft(
+    options: BackendOptions, spec: PassSpec, settings: PassOptions, memory: MemoryInfo
+) -> tuple[KvPlan | WholePlan, DraftChoice | None]:
+    """`plan_memory` for the target, and for the draft model if one is chosen. Raises StartupError."""
+    draft = find_draft(options, settings, spec)
+    if draft is None:
+        return plan_memory(options, spec, settings, memory), None
+    return draft.taken_from(plan_memory(options, draft.added_to(spec), settings, memory)), draft
 
 
 def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -> DraftChoice | None:
@@ -121,13 +148,4 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
     draft = pass_class.describe(config_dir, settings)
     if not draft.generates or len(draft.kv_windows) > 1 or draft.state_bytes_per_sequence:
         raise StartupError(f"--draft-model {name} must be a decoder with pages alone: it keeps a state, or pools")
-    return DraftChoice(name, config_dir, pass_class, settings, draft)
-
-
-def make_desk(
-    model: DraftModel | None, executor: IDraftExecutor, scheduler: object, spec: PassSpec
-) -> DraftDesk | None:
-    """None without a draft model."""
-    if model is None or not isinstance(scheduler, Scheduler) or not isinstance(scheduler.drafting, ModelDrafting):
-        return None
-    return DraftDesk(model, executor, scheduler.drafting, scheduler.wanted_guesses, spec.vocab_size)
+    return DraftChoice(name, options.speculation == "draft", config_dir, pass_class, settings, draft)

@@ -10,7 +10,6 @@ from types import FrameType
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.loop import Engine
 from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
-from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
@@ -26,7 +25,6 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
-from penstock.backend.start.draft_model import DraftChoice
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
@@ -103,7 +101,6 @@ def create_scheduler(
     kv_events: KvEventPublisher | None,
     store: PageStore | HandOverMemory | None,
     step_timing: StepTiming,
-    draft: DraftChoice | None,
 ) -> tuple[ISequenceScheduler, BatchBuilder | WholeBatchBuilder]:
     """Create the scheduler. Raises StartupError.
 
@@ -118,15 +115,10 @@ def create_scheduler(
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
-    drafting = texts = None
+    drafting = None
     if verifies_drafts and options.speculation != "none":
-        is_alone = options.speculation == "draft"
-        texts = None if is_alone else EarlierTexts(plan.num_pages, plan.page_size_tokens)
-        if draft is None:
-            drafting = Drafting(step_timing, texts)
-        else:
-            drafting = ModelDrafting(step_timing, texts, draft.spec.max_context_tokens, is_alone=is_alone)
-    observers = () if kv_events is None else (kv_events,)
+        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
+    observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(
         PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),
         plan.page_size_tokens,

@@ -269,16 +269,15 @@ class Bench(EngineRig):
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             make_pictures=make_pictures,
-            make_draft_desk=partial(self._make_draft_desk, drafting, draft_pass, min_chance),
         )
+        if draft_pass is not None:
+            self.engine.draft_desk = self._make_draft_desk(drafting, draft_pass, min_chance)
 
-    def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float, scheduler: Any) -> DraftDesk | None:
-        if draft_pass is None:
-            return None
+    def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float) -> DraftDesk:
         num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
         draft_pass.create_cache(num_pages, self.page_size, "fp32")
         model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
-        return DraftDesk(model, self.executor, drafting, scheduler.wanted_guesses, self.vocab_size)
+        return DraftDesk(model, self.executor, drafting, self.scheduler.wanted_guesses, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s

@@ -126,8 +126,8 @@ class Backend:
             self.requests,
             self.board,
             world.clock,
-            draft_desk=make_desk(world, drafting, pass_sizes, self.executor, self.scheduler),
         )
+        self.engine.draft_desk = make_desk(world, drafting, pass_sizes, self.executor, self.scheduler)
         self.is_draining, self.num_joined = False, 0
         self.places: dict[Sequence, tuple[float, int, int]] = {}
         """Place of each sequence in the queue by the policy: lower is sooner."""

@@ -16,7 +16,7 @@ from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.start.draft_model import DraftChoice, find_draft
+from penstock.backend.start.draft_model import DraftChoice, find_draft, plan_with_draft
 from penstock.backend.start.startup import describe_pass, pass_options, plan_memory
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ def _describe(options: BackendOptions) -> tuple[PassSpec, PassOptions]:
 
 
 def _choose(options: BackendOptions) -> tuple[DraftChoice, KvPlan]:
-    spec, settings = _describe(options)
-    draft = find_draft(options, settings, spec)
+    plan, draft = plan_with_draft(options, *_describe(options), MemoryInfo(10**9, 10**9, "memory"))
     assert draft is not None
-    plan = draft.taken_from(plan_memory(options, draft.added_to(spec), settings, MemoryInfo(10**9, 10**9, "memory")))
     assert isinstance(plan, KvPlan)
     return draft, plan
 
@@ -51,8 +49,9 @@ def test_budget_holds_the_pages_of_both_models() -> None:
     assert plan.num_pages == alone.num_pages // 2 == BUDGET // (2 * 8 * 32)
     assert plan.num_bytes == BUDGET // 2
     assert BUDGET // 2 < plan.workspace_bytes < BUDGET // 2 + 10 * 8 * 32
-    model = draft.load(FakePass(spec.vocab_size, 4), DEMO_MODEL_DIR, plan)
-    model.close()
+    draft.load(FakePass(spec.vocab_size, 4), DEMO_MODEL_DIR, plan)
+    assert draft.model is not None
+    draft.model.close()
 
 
 @pytest.mark.parametrize(
