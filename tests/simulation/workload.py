@@ -201,6 +201,10 @@ class Setup:
             self.quote_rate = 0.3
         self.has_drafts = seed % 8 in _WITH_DRAFTS
         self.has_draft_model = seed % 16 == 10 and is_chain
+        if self.has_draft_model:  # it is asked while few run and nothing waits
+            self.max_running = min(self.max_running, 4)
+            self.rates["submit"] *= 0.3
+            self.adapters = self.adapters if seed % 32 == 10 else ()
 
     def _saturate(self, rng: Random, stem: list[int]) -> None:
         """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the
