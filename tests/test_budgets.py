@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 95_310
-MAX_LABORATORY_LINES = 19_650
-MAX_DOC_WORDS = 77_800
+MAX_PRODUCT_LINES = 95_380
+MAX_LABORATORY_LINES = 19_680
+MAX_DOC_WORDS = 78_020
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
@@ -18,7 +18,7 @@ MAX_LINES = {
     "backend/engine": 5_390,
     "backend/forward_pass": 810,
     "backend/kv_cache": 2_650,
-    "backend/passes": 17_130,
+    "backend/passes": 17_190,
     "backend/sampling": 840,
     "backend/scheduling": 2_140,
     "backend/sequences": 920,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_360,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 980,
-    "tools/gpu": 7_000,
+    "tools/gpu": 7_030,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""
