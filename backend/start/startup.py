@@ -132,6 +132,15 @@ def describe_pass(
     elif (num_running := _num_running(options, spec, settings.device)) < settings.max_running:
         settings = replace(settings, max_running=num_running)
         spec = pass_class.describe(config_dir, settings)
+    if settings.max_batch_tokens < (least := spec.whole_picture_tokens + settings.max_running):
+        if options.max_batch_tokens is not None:
+            raise StartupError(
+                f"--max-batch-tokens is {settings.max_batch_tokens}; this model needs at least {least}: a step computes "
+                f"a picture whole, which has up to {spec.whole_picture_tokens} tokens, and one token for each of "
+                f"--max-running {settings.max_running}"
+            )
+        settings = replace(settings, max_batch_tokens=least)
+        spec = pass_class.describe(config_dir, settings)
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))
     if options.lora_dir is not None:

@@ -53,9 +53,17 @@ class PictureDesk:
     """
 
     def __init__(
-        self, thread: ITowerThread, cache: PictureCache, row_bytes: int, awaited: AwaitedPictures, delivery: IDelivery
+        self,
+        thread: ITowerThread,
+        cache: PictureCache,
+        row_bytes: int,
+        awaited: AwaitedPictures,
+        delivery: IDelivery,
+        *,
+        sees_whole: bool = False,
     ) -> None:
-        """row_bytes: of the embedding of one token."""
+        """row_bytes: of the embedding of one token. sees_whole: see `SequencePictures`."""
+        self._sees_whole = sees_whole
         self._awaited = awaited
         self._delivery = delivery
         self._thread = thread
@@ -67,7 +75,9 @@ class PictureDesk:
 
     def pictures_of(self, message: Generate) -> SequencePictures | None:
         """For a new sequence. Its tokens and pictures have been checked."""
-        return SequencePictures(message.pictures, message.salt, self._cache) if message.pictures else None
+        if not message.pictures:
+            return None
+        return SequencePictures(message.pictures, message.salt, self._cache, sees_whole=self._sees_whole)
 
     def take_results(self) -> None:
         """Give the result of the last encoding to the sequences that need it. Call it before each plan."""
@@ -133,4 +143,5 @@ def make_picture_desk(
     if thread is None or not isinstance(scheduler, Scheduler):
         return None
     row_bytes = 4 * spec.embedding_size
-    return PictureDesk(thread, PictureCache(PICTURE_CACHE_BYTES), row_bytes, scheduler.pictures, delivery)
+    cache, sees_whole = PictureCache(PICTURE_CACHE_BYTES), spec.whole_picture_tokens > 0
+    return PictureDesk(thread, cache, row_bytes, scheduler.pictures, delivery, sees_whole=sees_whole)

@@ -20,9 +20,17 @@ from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, Visio
 logger = logging.getLogger("penstock.backend")
 
 _TEXT_PARTS = ("language_model", "text_model")
+_SMALL_TEXT = {
+    "num_hidden_layers": 1,
+    "vocab_size": 8,
+    "vocab_size_per_layer_input": 8,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+}
 
 
-def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | None:
+def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> VisionFamily | None:
     """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
@@ -34,6 +42,8 @@ def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | No
         reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
+    elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):
+        reason, family = "its image tokens attend to each other both ways, which the GPU's kernels do not", None
     if family is None and says_why:
         logger.warning("pictures are not taken: %s", reason)
     return family
@@ -49,9 +59,14 @@ def read_config(model_dir: Path) -> Any:
         text = config.get_text_config(decoder=True)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # vision parts are stored plain
-        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+        text.pad_token_id = None
+        for name, value in _SMALL_TEXT.items():
+            if hasattr(text, name):
+                setattr(text, name, value)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:1]
+        if hasattr(config, "audio_config"):
+            config.audio_config = None
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds
         raise StartupError(f"{path}: its vision part cannot be read: {_line(error)}") from None
     return config
