@@ -110,12 +110,12 @@ class PictureReader:
         """Check that the template has written a place for each picture. Raises ApiError."""
         if len(parts) > MAX_PICTURES:
             invalid("messages", f"{len(parts)} pictures; the limit is {MAX_PICTURES}")
-        num_places = text.count(self._family.image_token)
+        num_places = text.count(self._family.place)
         if num_places < len(parts):
             message = f"the model's chat template shows {num_places} of {len(parts)} pictures"
             raise ApiError(ErrorKind.TEMPLATE_REFUSED, f"messages: {message}", param="messages")
         if num_places > len(parts):
-            invalid("messages", f"a text contains {self._family.image_token}, which stands for a picture; leave it out")
+            invalid("messages", f"a text contains {self._family.place}, which stands for a picture; leave it out")
 
     async def read(self, parts: Sequence[tuple[str, ContentPart]], tenant: bytes) -> list[ProcessedPicture]:
         """Decode and process pictures. Raises ApiError."""
@@ -157,7 +157,7 @@ class PictureReader:
 
     def expand(self, prompt: MarkedText, pictures: Sequence[ProcessedPicture]) -> MarkedText:
         """Return the prompt's text with what stands for each picture."""
-        first, *others = prompt.text.split(self._family.image_token)
+        first, *others = prompt.text.split(self._family.place)
         pairs = zip(pictures, others, strict=True)
         return replace(prompt, text=first + "".join(picture.result.text + rest for picture, rest in pairs))
 
