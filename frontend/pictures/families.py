@@ -181,6 +181,7 @@ FAMILIES = {
 
 def family_name(config: Mapping[str, Any]) -> str:
     """Return the name among FAMILIES for config.json: LLaVA's with Pixtral's tower are Pixtral's."""
+    config = config.get("vision_model", config)  # of a GGUF file with its projector
     model_type, vision = str(config.get("model_type")), config.get("vision_config")
     has_pixtral = isinstance(vision, dict) and vision.get("model_type") == "pixtral"
     return "pixtral" if model_type == "llava" and has_pixtral else model_type

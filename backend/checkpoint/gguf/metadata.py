@@ -49,7 +49,7 @@ class Metadata:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise StartupError(f"{key} is {shorten(value)}; expected {kind.__name__}")
         return value
 
