@@ -27,7 +27,7 @@ from penstock.backend.checkpoint.other_layouts.directory import (
     complete_directory,
 )
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE
-from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, name_models
+from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, find_projectors, name_models
 from penstock.backend.checkpoint.sources.hub_files import download, list_sizes
 from penstock.backend.checkpoint.sources.package_index import package_model
 from penstock.backend.errors import StartupError
@@ -55,8 +55,12 @@ _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_model(model: str, revision: str | None = None, config_dir: Path | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, config_dir: Path | None = None, projector: Path | None = None
+) -> Path:
     """The checkpoint's directory: model itself if it is one, else the hub's snapshot of that id.
+
+    projector is the file of a GGUF model's vision part, if it is not the one beside it.
 
     config_dir is the result of `resolve_config`, if it was called before: the same commit is used. Downloads use
     huggingface_hub with its cache, progress bars (log lines without a terminal), HF_HUB_OFFLINE and HF_TOKEN. The small
@@ -64,8 +68,8 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     StartupError in one line.
     """
     found = _find(model, revision)
-    if isinstance(found, Path):
-        return _presented(found)
+    if isinstance(found, Path) or projector is not None:
+        return _presented(found, projector)
     if config_dir is not None:
         found.pin(config_dir)
     snapshot = _download_small_files(found)
@@ -78,11 +82,11 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     return complete_directory(download(found.name, found.revision, files, found.sizes))
 
 
-def resolve_config(model: str, revision: str | None = None) -> Path:
+def resolve_config(model: str, revision: str | None = None, projector: Path | None = None) -> Path:
     """Like `resolve_model`, but downloads only CONFIG_FILES. A GGUF file is downloaded whole."""
     found = _find(model, revision)
-    if isinstance(found, Path):
-        return _presented(found)
+    if isinstance(found, Path) or projector is not None:
+        return _presented(found, projector)
     snapshot = _download_with_config(found, CONFIG_FILES)
     return snapshot if (snapshot / CONFIG_FILE).is_file() else complete_directory(_download_small_files(found))
 
@@ -144,7 +148,7 @@ def _find_on_hub(name: HubName, revision: str | None) -> Path | _Repository:
             name_models([each for each in models if each is not chosen], models),
         )
         logger.info("%s: %s is taken; %s:TYPE takes another: %s", repository, taken, repository, others)
-    return download(repository, revision, chosen.files, sizes) / chosen.files[0]
+    return download(repository, revision, (*chosen.files, *find_projectors(sizes)[:1]), sizes) / chosen.files[0]
 
 
 def _local_model(path: Path) -> Path:
@@ -171,14 +175,19 @@ def _local_model(path: Path) -> Path:
     raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{instead}")
 
 
-def _presented(path: Path) -> Path:
-    """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout."""
+def _presented(path: Path | _Repository, projector: Path | None = None) -> Path:
+    """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout. Raises
+    StartupError."""
+    if projector is not None and (not isinstance(path, Path) or path.is_dir()):
+        raise StartupError(f"--mmproj is {projector}; it belongs to a GGUF model, which this one is not: leave it out")
+    if not isinstance(path, Path):
+        raise TypeError("a repository is downloaded first; this is a bug")
     if path.is_dir():
         return complete_directory(path)
     # Imported here: it imports torch, which takes a second and is not needed to find other models.
     from penstock.backend.checkpoint.gguf.directory import gguf_directory
 
-    return gguf_directory(path)
+    return gguf_directory(path, projector)
 
 
 def _download_small_files(repository: _Repository) -> Path:

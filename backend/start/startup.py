@@ -91,13 +91,13 @@ def locate_config(options: BackendOptions) -> Path:
     Raises StartupError.
     """
     name = DEMO_MODEL if options.model is None else options.model
-    return resolve_config(name, options.revision)
+    return resolve_config(name, options.revision, options.mmproj)
 
 
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
     name = DEMO_MODEL if options.model is None else options.model
-    return resolve_model(name, options.revision, config_dir)
+    return resolve_model(name, options.revision, config_dir, options.mmproj)
 
 
 def pass_name(options: BackendOptions, config_dir: Path) -> str:

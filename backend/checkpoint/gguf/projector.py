@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.gguf.metadata import Metadata
+from penstock.backend.checkpoint.sources.gguf_files import find_projectors
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -112,7 +113,8 @@ class Projector:
 
 def find_projector(model: Path) -> Path | None:
     """The file with mmproj in its name beside a model's that fits it, of a type that is read; None without one."""
-    for path in sorted(model.parent.glob("*mmproj*.gguf")):
+    sizes = {path.name: path.stat().st_size for path in model.parent.glob("*.gguf")}
+    for path in map(model.parent.__truediv__, find_projectors(sizes)):
         try:
             metadata = Metadata(read_header(model, keeps_arrays=False).metadata)
             read_projector(path, metadata.required("embedding_length"))
