@@ -307,6 +307,8 @@ class BackendClient:
         may_hold, may_share = may_hold and not uses_buffers, request.is_shareable
         has_begun = isinstance(request, PooledRequest) and request.has_begun
         is_ready = self._capacity.check(request.tenant, may_share=may_share, may_hold=may_hold, has_begun=has_begun)
+        if isinstance(request, GenerationRequest) and request.pixels:
+            self._capacity.check_pixels(request.tenant, request.pixels)
         tokens = request.prompt_tokens()
         message, loans = to_message(self._next_request_id, len(tokens)), {}
         if uses_buffers:

@@ -54,7 +54,9 @@ def transformers_outputs(directory: Path, model_type: str, images: list[Image.Im
     """What transformers' processor makes of a rendered chat."""
     model, family = MODELS[model_type], FAMILIES[model_type]
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(directory / "tokenizer.json")), extra_special_tokens=model.named, pad_token="<|im_end|>"
+        tokenizer_object=Tokenizer.from_file(str(directory / "tokenizer.json")),
+        extra_special_tokens=model.named,
+        pad_token="<|im_end|>",
     )
     models = "transformers.models"
     pil = importlib.import_module(f"{models}.{family.module}.image_processing_pil_{family.module}")

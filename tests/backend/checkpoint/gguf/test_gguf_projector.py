@@ -93,7 +93,7 @@ def _internvl_part(match: re.Match[str]) -> str:
 
 @pytest.fixture
 def text_model(tmp_path: Path) -> Path:
-    model = make_model("llama", vocab_size=320)
+    model = make_model("llama2", vocab_size=320)
     return from_model(model, "llama", byte_level_vocabulary(320), lambda _: "F32").write(tmp_path / "model.gguf")
 
 
@@ -121,7 +121,9 @@ def test_other_projectors_are_refused_by_name(
     tmp_path: Path, text_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = GgufFile("clip", {"clip.projector_type": "resampler"}).write(tmp_path / "mmproj.gguf")
-    with pytest.raises(StartupError, match=r'mmproj\.gguf: clip\.projector_type is "resampler"; supported are idefics3'):
+    with pytest.raises(
+        StartupError, match=r'mmproj\.gguf: clip\.projector_type is "resampler"; supported are idefics3'
+    ):
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
     assert "pictures are not taken" in caplog.text

@@ -200,9 +200,7 @@ def test_tokens_of_a_picture_attend_to_each_other_both_ways(
 ) -> None:
     """Rows before, within and behind a picture of more than a piece of 512 positions."""
     harness = OpsHarness(make_ops(BASE, dtype), 130, 16, kv_dtype)
-    check_attention(
-        harness, BASE, dtype, kv_dtype, [0, 300, 650], [640, 310, 1], 16, window, seen=range(20, 605)
-    )
+    check_attention(harness, BASE, dtype, kv_dtype, [0, 300, 650], [640, 310, 1], 16, window, seen=range(20, 605))
 
 
 HEADS = [
