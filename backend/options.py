@@ -49,8 +49,8 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
-    "Model and weights": "revision task dtype default_sampling lora_modules lora_dir lora_budget deterministic cpu_path mmproj"
-    " forward_pass dry_run",
+    "Model and weights": "revision task dtype default_sampling lora_modules lora_dir lora_budget deterministic cpu_path"
+    " mmproj forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s speculation batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"

@@ -179,7 +179,8 @@ class StepBatch:
     """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
     passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
-    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size."""
+    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size,
+    or the pass takes pictures."""
     scored: ScoredTokens | None = None
     """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
     pooled: PooledRows | None = None

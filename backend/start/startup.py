@@ -135,9 +135,9 @@ def describe_pass(
     if settings.max_batch_tokens < (least := spec.whole_picture_tokens + settings.max_running):
         if options.max_batch_tokens is not None:
             raise StartupError(
-                f"--max-batch-tokens is {settings.max_batch_tokens}; this model needs at least {least}: a step computes "
-                f"a picture whole, which has up to {spec.whole_picture_tokens} tokens, and one token for each of "
-                f"--max-running {settings.max_running}"
+                f"--max-batch-tokens is {settings.max_batch_tokens}; this model needs at least {least}: a step "
+                f"computes a picture whole, which has up to {spec.whole_picture_tokens} tokens, and one token for each "
+                f"of --max-running {settings.max_running}"
             )
         settings = replace(settings, max_batch_tokens=least)
         spec = pass_class.describe(config_dir, settings)

@@ -32,6 +32,7 @@ class VisionTower:
         self._family = family
         self._normalization = normalization
         self.max_picture_bytes = max_picture_bytes
+        self.embedding_size = int(model.config.get_text_config(decoder=True).hidden_size)
         self._device = next(model.parameters()).device
         self._give_way: Callable[[], None] = lambda: None
         for blocks in model.modules():

@@ -51,8 +51,8 @@ class QueryTiles:
         limits: TileLimits,
         device: torch.device,
     ) -> None:
-        """rows, positions and ends (`StepBatch.visible_ends`): [T], one per token. tiles: [n, 2], first token and length of each. device: where tensors
-        are made."""
+        """rows, positions and ends (`StepBatch.visible_ends`): [T], one per token. tiles: [n, 2], first token and
+        length of each. device: where tensors are made."""
         self._limits = limits
         self._device = device
         self._rows = rows

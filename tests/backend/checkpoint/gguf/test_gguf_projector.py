@@ -127,7 +127,7 @@ def test_other_projectors_are_refused_by_name(
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
     assert "pictures are not taken" in caplog.text
-    with pytest.raises(StartupError, match="--mmproj is .*; it belongs to a GGUF model"):
+    with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
         resolve_config(str(tmp_path / "checkpoint"), projector=path)
 
 

@@ -41,6 +41,16 @@ _ALTERNATING = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "standardize": True,
+}
 _CLIP = _SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32}
 _PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 16, "image_size": 64}
 
@@ -96,19 +106,18 @@ MODELS = {
     "gemma4": Model(
         "Gemma4",
         "gemma4_text",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "patch_size": 4,
-            "standardize": True,
-        },
+        _GEMMA4_VISION,
         [(1, 48, 36), (1, 24, 96)],
         {"audio_config": None},
         text_settings=PRESETS["gemma4"].settings | _ALTERNATING | {"use_bidirectional_attention": "vision"},
+    ),
+    "gemma4-e": Model(
+        "Gemma4",
+        "gemma4_text",
+        _GEMMA4_VISION,
+        [(1, 48, 36)],
+        {"audio_config": None},
+        text_settings=PRESETS["gemma4-e"].settings,
     ),
     "onevision-several": Model(
         "LlavaOnevision",
