@@ -76,7 +76,9 @@ def projector_file(name: str, vision: dict[str, Any], tensors: dict[str, torch.T
         if name == "llava" and own.startswith("multi_modal_projector"):
             found = own.replace("multi_modal_projector.linear_", "mm.").replace("mm.1", "mm.0")
         else:
-            own = own if own.endswith((".weight", ".bias")) or "cls_token" in own else f"{own}.weight"
+            own = (
+                own if own.endswith((".weight", ".bias")) or re.search("cls_token|class_emb", own) else f"{own}.weight"
+            )
             found = names.get_name(own, try_suffixes=(".weight", ".bias"))
         assert found is not None, own
         if name in ("pixtral", "mistral3") and re.search(r"attn_[qk]\.weight", found):
@@ -94,7 +96,7 @@ def _internvl_part(match: re.Match[str]) -> str:
 @pytest.fixture
 def text_model(tmp_path: Path) -> Path:
     model = make_model("llama2", vocab_size=320)
-    return from_model(model, "llama", byte_level_vocabulary(320), lambda _: "F32").write(tmp_path / "model.gguf")
+    return from_model("llama", model, lambda _: "F32", byte_level_vocabulary(320)).write(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("name", OWN_KEYS)
@@ -122,7 +124,7 @@ def test_other_projectors_are_refused_by_name(
 ) -> None:
     path = GgufFile("clip", {"clip.projector_type": "resampler"}).write(tmp_path / "mmproj.gguf")
     with pytest.raises(
-        StartupError, match=r'mmproj\.gguf: clip\.projector_type is "resampler"; supported are idefics3'
+        StartupError, match=r"mmproj\.gguf: clip\.projector_type is 'resampler'; supported are idefics3"
     ):
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
