@@ -68,7 +68,7 @@ def resolve_model(
     StartupError in one line.
     """
     found = _find(model, revision)
-    if isinstance(found, Path) or projector is not None:
+    if isinstance(found, Path):
         return _presented(found, projector)
     if config_dir is not None:
         found.pin(config_dir)
@@ -85,8 +85,9 @@ def resolve_model(
 def resolve_config(model: str, revision: str | None = None, projector: Path | None = None) -> Path:
     """Like `resolve_model`, but downloads only CONFIG_FILES. A GGUF file is downloaded whole."""
     found = _find(model, revision)
-    if isinstance(found, Path) or projector is not None:
+    if isinstance(found, Path):
         return _presented(found, projector)
+    _refuse_projector(projector)
     snapshot = _download_with_config(found, CONFIG_FILES)
     return snapshot if (snapshot / CONFIG_FILE).is_file() else complete_directory(_download_small_files(found))
 
@@ -175,14 +176,16 @@ def _local_model(path: Path) -> Path:
     raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{instead}")
 
 
-def _presented(path: Path | _Repository, projector: Path | None = None) -> Path:
+def _refuse_projector(projector: Path | None) -> None:
+    if projector is not None:
+        raise StartupError(f"--mmproj is {projector}; it belongs to a GGUF model, which this one is not: leave it out")
+
+
+def _presented(path: Path, projector: Path | None = None) -> Path:
     """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout. Raises
     StartupError."""
-    if projector is not None and (not isinstance(path, Path) or path.is_dir()):
-        raise StartupError(f"--mmproj is {projector}; it belongs to a GGUF model, which this one is not: leave it out")
-    if not isinstance(path, Path):
-        raise TypeError("a repository is downloaded first; this is a bug")
     if path.is_dir():
+        _refuse_projector(projector)
         return complete_directory(path)
     # Imported here: it imports torch, which takes a second and is not needed to find other models.
     from penstock.backend.checkpoint.gguf.directory import gguf_directory

@@ -94,6 +94,8 @@ class Capacity:
 
     def check_pixels(self, tenant: bytes, pixels: Sequence[bytes]) -> None:
         """Raises Overloaded if the pixels of the tenant's requests that wait here would be too many."""
+        if not pixels:
+            return
         waiting = [
             stream for stream in (*self._outbox.streams(), *self._held.streams()) if stream.finish is Finish.NONE
         ]

@@ -171,7 +171,10 @@ def _read(metadata: Metadata, hidden_size: int) -> Projector:
         "text_config": text,
         **config,
     }
-    image |= {"image_mean": _floats(metadata, "image_mean"), "image_std": _floats(metadata, "image_std")}
+    image |= {
+        "image_mean": metadata.floats("vision.image_mean", 3),
+        "image_std": metadata.floats("vision.image_std", 3),
+    }
     return Projector(
         {VISION_KEY: whole},
         {"preprocessor_config.json": json.dumps(image), "processor_config.json": json.dumps(processor)},
@@ -184,7 +187,7 @@ def _parts(
     """What the family adds to the config, the processor's settings and the image processor's."""
     side, patch = vision["image_size"], vision["patch_size"]
     per_side = side // patch // scale
-    square = {"size": {"height": side, "width": side}}
+    square: dict[str, Any] = {"size": {"height": side, "width": side}}
     match kind.model_type:
         case "smolvlm":
             longest = metadata.own("vision.preproc_image_size", int) or 4 * side
@@ -196,7 +199,7 @@ def _parts(
         case "internvl":
             vision |= {"image_size": [side, side], "patch_size": [patch, patch], "norm_type": "layer_norm"}
             most = metadata.own("vision.preproc_max_tiles", int) or 12
-            config = {"downsample_ratio": 1 / scale, "vision_feature_layer": -1}
+            config: dict[str, Any] = {"downsample_ratio": 1 / scale, "vision_feature_layer": -1}
             return config, {"image_seq_length": per_side**2}, square | {"max_patches": most}
     if kind.vision_type == "pixtral":
         vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
@@ -222,13 +225,6 @@ def _size(metadata: Metadata, key: str) -> int:
     if not 1 <= value <= _MAX_SIZE:
         raise StartupError(f"clip.vision.{key} is {value}; it is from 1 to {_MAX_SIZE}")
     return value
-
-
-def _floats(metadata: Metadata, key: str) -> list[float]:
-    values = metadata.get(f"clip.vision.{key}", list)
-    if values is None or len(values) != 3 or not all(isinstance(value, float) for value in values):
-        raise StartupError(f"clip.vision.{key} is {shorten(values)}; expected three numbers")
-    return values
 
 
 def projector_name(name: str, model_type: str, vision_type: str) -> str:

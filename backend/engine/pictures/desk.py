@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backend.engine.pictures.tower_thread import BadPixels, Encoding, EncodingCancelled
+from penstock.backend.engine.pictures.tower_thread import BadPixels, Encoding, EncodingCancelled, TowerThread
 from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.pictures import PictureCache, SequencePictures
@@ -137,7 +137,7 @@ def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encod
 
 
 def make_picture_desk(
-    thread: ITowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: IDelivery
+    thread: TowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: IDelivery
 ) -> PictureDesk | None:
     """None for a model that takes no pictures."""
     if thread is None or not isinstance(scheduler, Scheduler):

@@ -85,11 +85,11 @@ class BatchBuilder:
             start = end - plan.lengths[index]
             input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
             if sequence.pictures is not None:
-                for token, rows, span_end in sequence.pictures.rows_of(start, end):
+                for token, values, span_end in sequence.pictures.rows_of(start, end):
                     first = int(query_starts[index]) + token - start
-                    embeddings.append(EmbeddedTokens(first, rows))
+                    embeddings.append(EmbeddedTokens(first, values))
                     if sequence.pictures.sees_whole:
-                        spans.append((first, first + rows.num_rows, span_end))
+                        spans.append((first, first + values.num_rows, span_end))
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
                 rows = SharedPromptRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
                 embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))

@@ -63,7 +63,7 @@ def test_recipes_have_every_kind_and_token_ids_need_a_known_vocabulary() -> None
     assert all(isinstance(recipe.body.get("prompt", ""), str | list) for recipe in recipes)
     assert all(recipe.body["temperature"] == 0 or "seed" in recipe.body for recipe in recipes)
     shown = [part for recipe in make_recipes("m", None, 0, 30, takes_pictures=True) for part in pictures_of(recipe)]
-    assert len({url for url in shown}) > 5
+    assert len(set(shown)) > 5
     for url in shown:
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).load()
 

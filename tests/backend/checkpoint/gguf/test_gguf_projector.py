@@ -129,8 +129,9 @@ def test_other_projectors_are_refused_by_name(
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
     assert "pictures are not taken" in caplog.text
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
-        resolve_config(str(tmp_path / "checkpoint"), projector=path)
+        resolve_config(str(tmp_path), projector=path)
 
 
 def test_smallest_projector_that_is_not_quantised_is_preferred() -> None:
