@@ -96,12 +96,12 @@ class Capacity:
         """Raises Overloaded if the pixels of the tenant's requests that wait here would be too many."""
         if not pixels:
             return
-        waiting = [
-            stream for stream in (*self._outbox.streams(), *self._held.streams()) if stream.finish is Finish.NONE
+        others = [
+            each
+            for stream in (*self._outbox.streams(), *self._held.streams())
+            if stream.pixels and stream.finish is Finish.NONE and stream.message.tenant == tenant
+            for each in stream.pixels
         ]
-        others = (
-            each for stream in waiting if stream.pixels and stream.message.tenant == tenant for each in stream.pixels
-        )
         sizes = {id(each): len(each) for each in (*others, *pixels)}  # requests with one picture share its bytes
         if len(sizes) > len(pixels) and sum(sizes.values()) > MAX_WAITING_PIXEL_BYTES:
             reason = f"pictures with more than {MAX_WAITING_PIXEL_BYTES} bytes of pixels, the limit, would wait"
