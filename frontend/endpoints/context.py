@@ -40,6 +40,7 @@ _UNUSABLE_RETRY_S = 60
 _JSON_TYPES = (b"application/json", b"text/json")
 _TAKE_PICTURES = (
     "/chat/completions",
+    "/completion",
     "/responses",
     "/input_tokens",
     "/messages",

@@ -100,9 +100,13 @@ def check_completion(body: CompletionBody) -> None:
             invalid(field, "cannot be combined with suffix")
 
 
+MEDIA_MARKER = "<__media__>"
+
+
 class PromptObject(Struct, frozen=True):
     prompt_string: str
-    multimodal_data: Raw = ABSENT
+    multimodal_data: list[str] | None = None
+    """Pictures in base64, for each MEDIA_MARKER in the text."""
 
 
 class ExtraText(Struct, frozen=True):
@@ -156,8 +160,8 @@ class NativeCompletionBody(NativeBody, kw_only=True):
 
 def _segments(prompt: str | int | PromptObject | Segments) -> Segments:
     if isinstance(prompt, PromptObject):
-        if bytes(prompt.multimodal_data) not in (b"", b"[]", b"null"):
-            invalid("prompt.multimodal_data", "not supported here; send pictures in a chat")
+        if prompt.multimodal_data:
+            invalid("prompt.multimodal_data", "not available in a list of prompts; send one prompt")
         return [prompt.prompt_string]
     return prompt if isinstance(prompt, list) else [prompt]
 
