@@ -122,8 +122,9 @@ async def test_same_chat_is_the_same_request_on_every_api(
 
 async def test_completion_of_llama_cpp_has_pictures_at_its_markers(url: str, backend: FakeBackend) -> None:
     prompt = {"prompt_string": "see <__media__> and <__media__>?", "multimodal_data": [FIRST, SECOND]}
-    async with httpx.AsyncClient(base_url=url) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = (await http.post("/completion", json={"prompt": prompt})).json()
+        assert "error" not in answer, answer
         tokens, digests, num_negative = sent(backend)
         assert (len(digests), answer["tokens_evaluated"]) == (2, len(tokens))
         assert num_negative
