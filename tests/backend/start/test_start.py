@@ -6,13 +6,12 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from penstock.backend.errors import StartupError
-from penstock.backend.forward_pass import PassOptions, PassSpec
+from penstock.backend.forward_pass import PassSpec
 from penstock.backend.kv_cache.budget.kv_plan import KvBudget
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
@@ -22,7 +21,6 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
-from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.startup import (
     check_host_memory,
     check_memory,
@@ -323,7 +321,7 @@ def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(
 def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     ops = forward_pass._ops
     if isinstance(ops, NativeOps):
-        return sum(layer.numel() for layer in ops.cache)
+        return sum(layer.nbytes for layer in ops.cache.arrays)
     assert isinstance(ops, TorchOps)
     tensors = [tensor for heads in (*ops.cache.keys, *ops.cache.values) for tensor in heads.tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -389,21 +387,6 @@ def test_encoder_refuses_what_it_cannot_do(
 def test_model_that_generates_refuses_to_embed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--forward-pass", "fake", "--task", "embed", "--gpu", "none", "--dry-run") != 0
     assert '--task is embed; with forward pass "fake" the model gives text' in " ".join(capsys.readouterr().err.split())
-
-
-class FakeWholePictures(FakePass):
-    @classmethod
-    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
-        return replace(super().describe(model_dir, options), whole_picture_tokens=280)
-
-
-def test_a_step_holds_the_largest_picture_that_is_computed_whole() -> None:
-    options = BackendOptions(max_running=16)
-    _, settings = describe_pass(options, "", FakeWholePictures, DEMO_MODEL_DIR, pass_options(options))
-    assert settings.max_batch_tokens == 296
-    options = BackendOptions(max_running=16, max_batch_tokens=200)
-    with pytest.raises(StartupError, match="--max-batch-tokens is 200; this model needs at least 296"):
-        describe_pass(options, "", FakeWholePictures, DEMO_MODEL_DIR, pass_options(options))
 
 
 def test_step_of_an_encoder_holds_its_longest_input() -> None:
