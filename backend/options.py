@@ -50,7 +50,7 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
     "Model and weights": "revision task dtype default_sampling lora_modules lora_dir lora_budget deterministic cpu_path"
-    " forward_pass dry_run",
+    " mmproj forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s speculation draft_model batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
@@ -100,6 +100,10 @@ class BackendOptions:
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's. for an encoder bf16, on a CPU only where that is faster."""
+
+    mmproj: Path | None = None
+    """Vision part of a GGUF model: a file of llama.cpp's converter. Default: the one beside the model, with mmproj in
+    its name."""
 
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.

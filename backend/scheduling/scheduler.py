@@ -225,14 +225,18 @@ class Scheduler:
         if self._tenants.are_several:
             num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
         grants, left = share_out(needs, budget, num_of_first_tenant=num_of_first, someone_waits=may_admit)
+        left += sum(grants)
+        for index, sequence in enumerate(unfinished):  # the first ones may take what others need for a whole picture
+            grants[index] = sequence.whole_chunk(min(grants[index], left), left)
+            left -= grants[index]
         if may_admit and left:
             left = self._admission.admit(left, in_parts=left < budget)
         chunks = []
         for sequence, need, grant in zip(unfinished, needs, grants, strict=True):
-            extra = min(left, need - grant)
-            left -= extra
-            if grant + extra:
-                chunks.append((sequence, grant + extra))
+            chunk = sequence.whole_chunk(grant + min(left, need - grant), grant + left)
+            left -= chunk - grant
+            if chunk:
+                chunks.append((sequence, chunk))
         return chunks
 
     def bisect(self, chunks: list[Chunk]) -> None:
@@ -249,7 +253,8 @@ class Scheduler:
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
-                length = min(end - sequence.num_computed, sequence.num_ready_tokens - sequence.num_computed, budget)
+                end = min(end, sequence.num_ready_tokens)
+                length = sequence.whole_chunk(min(end - sequence.num_computed, budget), budget)
                 if length > 0 and not sequence.ended and self._find_pages(sequence, sequence.num_computed + length):
                     chunks.append((sequence, length))
                     budget -= length

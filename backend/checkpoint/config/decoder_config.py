@@ -239,6 +239,8 @@ class DecoderConfig:
     """Each layer adds an input of its own, of this size, that depends on the token (Gemma 3n); 0 for none."""
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
+    pictures_see_whole: Literal["nowhere", "in windows", "everywhere"] = "nowhere"
+    """Layers, those with a window or all, in which a picture's tokens attend to each other both ways (Gemma 4, 3)."""
 
     @property
     def has_own_lm_head(self) -> bool:
@@ -281,6 +283,10 @@ class DecoderConfig:
 
     def window_of_layer(self, index: int) -> int | None:
         return self.layer_window_tokens[index] if self.layer_window_tokens else None
+
+    def sees_whole_pictures(self, index: int) -> bool:
+        where = self.pictures_see_whole
+        return where == "everywhere" or (where == "in windows" and self.window_of_layer(index) is not None)
 
     def has_full_heads(self, index: int) -> bool:
         return self.full_heads is not None and self.window_of_layer(index) is None

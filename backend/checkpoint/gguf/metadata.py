@@ -49,7 +49,7 @@ class Metadata:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise StartupError(f"{key} is {shorten(value)}; expected {kind.__name__}")
         return value
 
@@ -90,6 +90,13 @@ class Metadata:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
         return value
+
+    def floats(self, key: str, count: int) -> list[float]:
+        self._read.add(self.prefix + key)
+        values = self._values.get(self.prefix + key)
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(each, float) for each in values):
+            raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
+        return values
 
     def interval_or_flags(self, key: str) -> int | list[bool] | None:
         """Read a number, or a flag for each layer."""

@@ -210,9 +210,11 @@ class NativeOps:
         rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
         adapters = () if batch.adapters is None else (batch.adapters,)
         rows.has_adapters = len(adapters)
+        ends = () if batch.visible_ends is None else (batch.visible_ends,)
+        rows.has_ends = len(ends)
         arrays = (
             *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
-            *(*verified, *scored, *adapters),
+            *(*verified, *scored, *adapters, *ends),
         )
         self._place_arrays(arrays)
         rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).ctypes.data

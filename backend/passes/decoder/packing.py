@@ -164,6 +164,7 @@ def _pack_attention(
         v_norm=ops.vector(q_norm.new_ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
         has_full_heads=config.has_full_heads(index),
         source=None if source == index else source,
+        sees_ahead=config.sees_whole_pictures(index),
     )
 
 

@@ -141,6 +141,8 @@ class AttentionLayer:
     """Its heads are `DecoderConfig.full_heads`."""
     source: int | None = None
     """The layer whose keys and values it uses, if it has none: then its qkv has only q."""
+    sees_ahead: bool = False
+    """Tokens see up to `StepBatch.visible_ends`."""
 
     @property
     def cache_index(self) -> int:

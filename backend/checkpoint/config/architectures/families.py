@@ -291,6 +291,7 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
         refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
+        variations=lambda *_: {"pictures_see_whole": "everywhere"},
     ),
     "Gemma4ForCausalLM": replace(
         _GEMMA2,

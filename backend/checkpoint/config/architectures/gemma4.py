@@ -94,4 +94,5 @@ def gemma4_variations(config: HfConfig, num_kv_heads: int, head_dim: int) -> dic
         "doubles_shared_mlp": config.use_double_wide_mlp,
         "layer_input_size": size,
         "scales_layers": True,
+        "pictures_see_whole": "in windows" if config.use_bidirectional_attention == "vision" else "nowhere",
     }

@@ -271,7 +271,8 @@ class TorchOps:
         queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        attended = paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
+        index, window = self._cache_index(layer), layer.window_tokens
+        attended = paged.attend(index, queries, window, rule, sees_ahead=layer.sees_ahead).view(len(qkv), -1)
         if not self._config.gated_attention:
             return attended
         gates = qkv[:, heads.output_size : 2 * heads.output_size].float()

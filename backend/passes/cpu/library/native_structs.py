@@ -222,6 +222,7 @@ class Attention(Structure):
         ("page_bytes", c_int64),
         ("has_other_heads", c_int64),
         ("stores", c_int64),
+        ("sees_ahead", c_int64),
     )
 
 
@@ -267,6 +268,7 @@ class StepRows(Structure):
         ("num_verified", c_int64),
         ("num_scored", c_int64),
         ("has_adapters", c_int64),
+        ("has_ends", c_int64),
     )
 
 
