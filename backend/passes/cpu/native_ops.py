@@ -35,6 +35,7 @@ from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.native_side import NativeSideOps
+from penstock.backend.passes.cpu.native_streams import NativeStreamOps
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
@@ -156,13 +157,17 @@ class NativeOps:
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
         self.side: NativeSideOps | None = None
+        self.streams: NativeStreamOps | None = None
+        parts = (self._do, self._linear, self.norm, self._add_norm)
         if config.layer_input_size or config.has_experts_beside:
-            parts = (self._do, self._linear, self.norm, self._add_norm)
             self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
+        if config.streams is not None and self.side is not None:
+            self.streams = NativeStreamOps(config, config.streams, self.weights, dtype, self.side, *parts)
         self.delta_net: NativeDeltaNetOps | None = None
         if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
-        others = [buffer for ops in (self.side, self.delta_net) if ops is not None for buffer in ops.buffers]
+        kinds = (self.side, self.streams, self.delta_net)
+        others = [buffer for ops in kinds if ops is not None for buffer in ops.buffers]
         self._activations = (*buffers, *added, *others)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
@@ -318,7 +323,9 @@ class NativeOps:
             form = AddNorm.ADD_AND_SCALE
         self._do(OperationKind.ADD_NORM, norm.data_ptr(), x, residual, form)
 
-    def activated_linear(self, x: int, weights: PackedLinear) -> int:
+    def activated_linear(self, x: int, weights: PackedLinear, cutoff: float | None = None) -> int:
+        if self.streams is not None and cutoff is not None:
+            return self.streams.cut_gates(x, weights, cutoff, self._gated.address)
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
 

@@ -48,7 +48,8 @@ class NativeSideOps:
         self._do, self._linear, self._norm, self._add_norm = do, linear, norm, add_norm
         self._projection: PackedLinear | None = None
         self._projection_scale = config.hidden_size**-0.5
-        self._struct = LayerInputs(width=size, num_layers=config.num_layers, scale=round_scale(size**0.5, dtype))
+        scale = round_scale(size**0.5, dtype)
+        self._struct = LayerInputs(width=size, num_layers=config.num_layers, num_ids=config.input_rows, scale=scale)
         self._owners: tuple[object, ...] = ()
         """Of the memory that the struct points to."""
         self._inputs, self._gates = Buffer(config.num_layers * size, torch.float32), Buffer(size, dtype)
@@ -75,13 +76,15 @@ class NativeSideOps:
         out = self._linear(x, self._projection, self._inputs.address, LinearOutput.STORE_FLOAT)
         self._do(OperationKind.LAYER_INPUTS, ctypes.addressof(self._struct), None, out)
 
-    def add_input(self, index: int, layer: LayerInput, residual: int, step: object) -> None:  # noqa: ARG002 - as above
+    def add_input(self, index: int, layer: LayerInput, residual: int, step: object) -> None:
+        self._add_norm(self.input_of(index, layer, residual, step), layer.norm, residual)
+
+    def input_of(self, index: int, layer: LayerInput, residual: int, step: object) -> int:  # noqa: ARG002 - as above
         x = self._norm(residual, None)
         gates = self._linear(x, layer.gate, self._gates.address, LinearOutput.GELU)
         struct = ctypes.addressof(self._struct)
         self._do(OperationKind.WEIGHT_BY_INPUT, struct, self._inputs.address, gates, index)
-        added = self._linear(gates, layer.projection, self._results.address, LinearOutput.STORE_FLOAT)
-        self._add_norm(added, layer.norm, residual)
+        return self._linear(gates, layer.projection, self._results.address, LinearOutput.STORE_FLOAT)
 
     def add_experts(
         self, mixed: int, down: PackedLinear, experts: PackedExperts, norms: BesideNorms, residual: int

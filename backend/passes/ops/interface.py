@@ -232,6 +232,53 @@ class SideOps(Protocol):
         """Add the results of the MLP, whose down product is still to be computed from mixed, and of the experts."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """A layer's weights of several residual streams, as in `LayerWeights`; but router includes its norm's weight."""
+
+    router: Tensor
+    predictions: Tensor
+    corrections: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Laurel:
+    """A product of low rank beside attention."""
+
+    input_norm: Array
+    left: Linear
+    right: Linear
+    norm: Array
+
+
+class StreamOps(Protocol):
+    """The operations of models with several residual streams (`DecoderConfig.streams`)."""
+
+    def pack_ends(self, first: Tensor, last: Tensor) -> None:
+        """Keep what begins and ends the streams after the first, as in `LayerWeights`. The caller drops its copy."""
+
+    def pack(self, weights: StreamWeights) -> Any:
+        """Return the layer, for the next functions."""
+
+    def begin(self, residual: Array, step: Step) -> None: ...
+
+    def predict(self, layer: Any, residual: Array, step: Step) -> None:
+        """Predict all streams; residual becomes the first."""
+
+    def add_laurel(self, laurel: Laurel, residual: Array) -> None:
+        """Add input_norm of the residual, and the norm of its product."""
+
+    def correct(self, layer: Any, index: int, own: LayerInput, residual: Array, step: Step) -> None:
+        """Correct all streams by residual, the result of a layer, and add the layer's input to those after the first.
+
+        residual is undefined then, as between layers.
+        """
+
+    def end(self, residual: Array, step: Step) -> None:
+        """residual becomes the mean of the streams."""
+
+
 class Ops(Protocol):
     """The operations that the model needs from a device. Weights are packed once, in the fastest layout there.
 
@@ -249,6 +296,10 @@ class Ops(Protocol):
 
     @property
     def side(self) -> SideOps | None:
+        """None if the model or these operations have none."""
+
+    @property
+    def streams(self) -> StreamOps | None:
         """None if the model or these operations have none."""
 
     def pack_linear(
@@ -285,8 +336,11 @@ class Ops(Protocol):
         norm may have one more number, by which the sum is multiplied.
         """
 
-    def activated_linear(self, x: Array, weights: Linear) -> Array:
-        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
+    def activated_linear(self, x: Array, weights: Linear, cutoff: float | None = None) -> Array:
+        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others.
+
+        cutoff: see `Streams.gate_cutoffs`; weights are then packed as if they were not gated.
+        """
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
         """Normalise and rotate q and k of qkv [T, qkv_size] in place, then write k and v to the cache."""
