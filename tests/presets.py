@@ -301,7 +301,9 @@ PRESETS: dict[str, Preset] = {
     ),
     "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
     "gemma3n": Preset("Gemma3nForCausalLM", "Gemma3nTextConfig", _GEMMA3N),
-    "gemma3n-vision": Preset("Gemma3nForConditionalGeneration", "Gemma3nConfig", _GEMMA3N, "Gemma3nTextConfig", "Gemma3nForCausalLM"),
+    "gemma3n-vision": Preset(
+        "Gemma3nForConditionalGeneration", "Gemma3nConfig", _GEMMA3N, "Gemma3nTextConfig", "Gemma3nForCausalLM"
+    ),
     "gemma4-e": Preset(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config.tensors import WeightShapes
+from penstock.backend.checkpoint.config.weight_shapes import WeightShapes
 from penstock.backend.passes.ops.interface import Weights
 from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError, WeightStore
 from penstock.backend.passes.shared_weights.watch import WatchedWeights

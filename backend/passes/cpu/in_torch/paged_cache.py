@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, PageParts
+from penstock.backend.passes.ops.cpu_interface import PageParts
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny

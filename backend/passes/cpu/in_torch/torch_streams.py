@@ -36,7 +36,9 @@ class TorchStreamOps:
 
     def pack_ends(self, first: Tensor, last: Tensor) -> None:
         hidden = first.shape[1]
-        self._first, self._last = ([self._pack_linear(part, None) for part in all_.split(hidden)] for all_ in (first, last))
+        self._first, self._last = (
+            [self._pack_linear(part, None) for part in all_.split(hidden)] for all_ in (first, last)
+        )
 
     def pack(self, weights: StreamWeights) -> StreamWeights:
         return weights

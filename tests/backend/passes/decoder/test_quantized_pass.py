@@ -117,8 +117,8 @@ CASES = [
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
 a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
-biases of experts; with several residual streams; with inputs of layers and shared keys; with experts beside the MLP; with delta rules, of one with
-rows in another order."""
+biases of experts; with several residual streams; with inputs of layers and shared keys; with experts beside the MLP;
+with delta rules, of one with rows in another order."""
 
 
 @pytest.mark.parametrize("mode", MODES)

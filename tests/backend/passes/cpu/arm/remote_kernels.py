@@ -20,6 +20,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     PANEL,
     QK_NORM_SCOPES,
     Attention,
+    DeltaNet,
     Experts,
     Linear,
     LinearOutput,
@@ -60,6 +61,7 @@ class _Engine:
     num_last: int = 0
     num_narrowed: int = 0
     num_pages: int = 0
+    num_slots: int = 0
     largest_id: int = 0
     is_narrowed: bool = False
 
@@ -83,7 +85,7 @@ class _Engine:
 
     @property
     def qkv_bytes(self) -> int:
-        heads = self.shape.num_heads + 2 * self.shape.num_kv_heads
+        heads = self.shape.num_heads + self.shape.num_gates + 2 * self.shape.num_kv_heads
         return self.num_tokens * heads * self.shape.head_dim * self.number_bytes
 
     @property
@@ -192,8 +194,11 @@ class RemoteKernels:
         state.num_last, state.is_narrowed = state.num_logits + own.num_scored, False
         num_pages = own.num_groups * own.num_rows * own.table_width
         sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows, num_pages, state.num_last)
-        input_ids, starts, contexts, _, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
+        input_ids, starts, contexts, slots, page_table, _ = np.split(
+            _int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1])
+        )
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
+        state.num_slots = int(slots.max()) + 1
         num_positions = int((contexts + np.diff(starts)).max())
         numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rope_width}
         state.plan.free()
@@ -306,6 +311,8 @@ class RemoteKernels:
                     "x": arguments.read_only(op.x, state.rows * _FLOAT),
                     "out": arguments.changed(op.out, state.rows * op.form * state.number_bytes),
                 }
+            case OperationKind.DELTA_NET:
+                return self._copy_delta_net(arguments, state, op)
             case OperationKind.KEEP_LOGITS:
                 state.num_narrowed = state.num_logits
                 return {}
@@ -313,6 +320,30 @@ class RemoteKernels:
                 x = arguments.read_only(op.x, hidden_bytes * _FLOAT)
                 state.is_narrowed, state.num_narrowed = True, state.num_last
                 return {"x": x, "out": arguments.changed(op.out, state.rows * state.shape.hidden * _FLOAT)}
+
+    def _copy_delta_net(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
+        own = DeltaNet.from_address(op.weights)
+        values, tokens = own.value_heads * own.value_dim, state.num_tokens
+        channels = 2 * own.key_heads * own.key_dim + values
+        read = {
+            "conv": own.width * channels,
+            "bias": own.value_heads,
+            "decays": own.value_heads,
+            "norm": own.value_dim,
+        }
+        changed = {
+            "states": state.num_slots * values * own.key_dim,
+            "inputs": state.num_slots * (own.width - 1) * channels,
+            "gates": tokens * 2 * own.value_heads,
+            "mixed": tokens * channels,
+        }
+        copies = {name: arguments.read_only(getattr(own, name), size * _FLOAT) for name, size in read.items()}
+        copies |= {name: arguments.changed(getattr(own, name), size * _FLOAT) for name, size in changed.items()}
+        return {
+            "weights": arguments.of_struct(own, **copies),
+            "x": arguments.read_only(op.x, tokens * (channels + values) * state.number_bytes),
+            "out": arguments.changed(op.out, tokens * values * state.number_bytes),
+        }
 
     def _copy_routed(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         own = Experts.from_buffer_copy(Experts.from_address(op.weights))
