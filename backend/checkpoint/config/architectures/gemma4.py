@@ -42,9 +42,15 @@ def merge_layer_keys(values: dict[str, Any]) -> dict[str, Any]:
         return own
     if not isinstance(layers, dict) or not isinstance(types, list):
         raise StartupError(f"per_layer_config is {shorten(layers)}; it must be an object, and layer_types a list")
-    full = {str(index) for index, kind in enumerate(types) if kind == "full_attention"}
+    full = [index for index, kind in enumerate(types) if kind == "full_attention"]
+    numbers = [int(key) for key in layers if key.isdecimal()]  # with leading zeros from ten layers on
     heads = next(iter(layers.values()))
-    if layers.keys() != full or any(other != heads for other in layers.values()) or not isinstance(heads, dict):
+    if (
+        numbers != full
+        or len(layers) > len(full)
+        or any(other != heads for other in layers.values())
+        or not isinstance(heads, dict)
+    ):
         raise StartupError(
             f"per_layer_config is {shorten(layers)}; the same for all layers of full_attention is supported"
         )
@@ -111,8 +117,8 @@ def gemma3n_variations(config: HfConfig, num_kv_heads: int, head_dim: int) -> di
     layers = config.num_hidden_layers
     if config.altup_active_idx or not config.altup_correct_scale:
         raise StartupError(
-            f"altup_active_idx is {config.altup_active_idx} and altup_correct_scale {config.altup_correct_scale}; 0 and "
-            "true are supported"
+            f"altup_active_idx is {config.altup_active_idx} and altup_correct_scale {config.altup_correct_scale}; "
+            "0 and true are supported"
         )
     shares = config.activation_sparsity_pattern
     if shares is None:

@@ -1,4 +1,4 @@
-"""GGUF files of hybrids in quantised types, against their numbers in F32: other tests compare those with transformers."""
+"""GGUF files of hybrids in quantised types, against their numbers in F32; other tests compare F32 with transformers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.hub import resolve_model
@@ -15,7 +16,7 @@ from tests.backend.checkpoint.gguf.converted_tensors import converted
 from tests.backend.checkpoint.gguf.test_gguf_models import last_logits
 from tests.backend.checkpoint.gguf.writer import byte_level_vocabulary, from_model
 from tests.backend.passes.decoder.quantized_oracle import relative_error
-from tests.checkpoints import make_model
+from tests.checkpoints import load_oracle, make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,10 +55,11 @@ def test_quantised_hybrid_has_the_logits_of_its_numbers(
 ) -> None:
     """With weights so small that a layer does not enlarge what rounding changes."""
     monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
-    model = make_model(preset, **SIZES | ({} if preset == "qwen3.5" else EXPERTS))
+    checkpoint = make_checkpoint(preset, tmp_path / "model", **SIZES | ({} if preset == "qwen3.5" else EXPERTS))
+    model, stored = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
     tensors = {
         name: 0.4 * tensor if tensor.dim() > 1 else tensor
-        for name, tensor in converted(arch, model.state_dict(), model.config).items()
+        for name, tensor in converted(arch, stored, model.config).items()
     }
     file = from_model(arch, model, type_of, byte_level_vocabulary(320), tensors)
     kinds = {kind.name for _, kind in file.tensors.values()}

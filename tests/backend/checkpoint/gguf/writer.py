@@ -314,7 +314,7 @@ def quantize(numbers: NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> N
         for place in SCALE_BYTES[kind.name]:
             scales = rng.uniform(0.5 * size, size, (len(blocks), 1)).astype(np.float16)
             blocks[:, place : place + 2] = scales.view(np.uint8)
-        return blocks.reshape(len(numbers), -1)
+        return blocks.reshape(*numbers.shape[:-1], -1)
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
