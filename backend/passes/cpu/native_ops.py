@@ -156,6 +156,13 @@ class NativeOps:
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
+        others = self._create_parts(config, dtype)
+        self._activations = (*buffers, *added, *others)
+        for buffer in self._activations:
+            buffer.reserve(max_batch_tokens)
+
+    def _create_parts(self, config: DecoderConfig, dtype: torch.dtype) -> list[Buffer]:
+        """Create the operations that only some models need. Returns their buffers."""
         self.side: NativeSideOps | None = None
         self.streams: NativeStreamOps | None = None
         parts = (self._do, self._linear, self.norm, self._add_norm)
@@ -167,10 +174,7 @@ class NativeOps:
         if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
         kinds = (self.side, self.streams, self.delta_net)
-        others = [buffer for ops in kinds if ops is not None for buffer in ops.buffers]
-        self._activations = (*buffers, *added, *others)
-        for buffer in self._activations:
-            buffer.reserve(max_batch_tokens)
+        return [buffer for ops in kinds if ops is not None for buffer in ops.buffers]
 
     @property
     def cache(self) -> list[Tensor]:

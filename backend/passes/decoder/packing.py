@@ -233,7 +233,7 @@ def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
 def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None, index: int) -> Mlp | None:
     if not (plain.has("gate_up") and plain.has("down")):
         return None
-    gate, cutoff = plain.take("shared_gate"), config.streams and config.streams.gate_cutoffs[index]
+    gate, cutoff = plain.take("shared_gate"), None if config.streams is None else config.streams.gate_cutoffs[index]
     is_gated = config.mlp == "gated" and cutoff is None
     return Mlp(
         gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=is_gated),

@@ -125,7 +125,9 @@ def gemma3n_variations(config: HfConfig, num_kv_heads: int, head_dim: int) -> di
         shares = tuple(0.95 if layers > 10 and index < 10 else 0.0 for index in range(layers))
     if len(shares) != layers:
         raise StartupError(f"activation_sparsity_pattern has {len(shares)} entries for {layers} layers")
-    types = config.layer_types or tuple("full" if index % 5 == 4 else "sliding" for index in range(layers))
+    types = config.layer_types or tuple(
+        "full_attention" if index % 5 == 4 else "sliding_attention" for index in range(layers)
+    )
     return {
         "norms_values": True,
         "num_shared_layers": _num_shared(

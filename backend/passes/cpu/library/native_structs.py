@@ -266,11 +266,7 @@ class DeltaNet(Structure):
 
 class Streams(Structure):
     _fields_ = (
-        ("router", c_void_p),
-        ("predictions", c_void_p),
-        ("corrections", c_void_p),
-        ("scale", c_void_p),
-        ("rows", c_void_p),
+        *((name, c_void_p) for name in ("router", "predictions", "corrections", "scale", "rows")),
         ("count", c_int64),
     )
 

@@ -20,7 +20,6 @@ from penstock.backend.passes.cpu.library.native_structs import (
     PANEL,
     QK_NORM_SCOPES,
     Attention,
-    DeltaNet,
     Experts,
     Linear,
     LinearOutput,
@@ -33,6 +32,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
 from penstock.backend.passes.cpu.native_sampling import SampledSlot
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from tests.backend.passes.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
+from tests.backend.passes.cpu.arm.remote_delta_net import copy_delta_net
 
 _INT32 = _FLOAT = 4
 _CACHE_DTYPES = {form: dtype for dtype, form in CACHE_FORMS.items()}
@@ -312,7 +312,7 @@ class RemoteKernels:
                     "out": arguments.changed(op.out, state.rows * op.form * state.number_bytes),
                 }
             case OperationKind.DELTA_NET:
-                return self._copy_delta_net(arguments, state, op)
+                return copy_delta_net(arguments, op, state.num_slots, state.num_tokens, state.number_bytes)
             case OperationKind.KEEP_LOGITS:
                 state.num_narrowed = state.num_logits
                 return {}
@@ -320,30 +320,6 @@ class RemoteKernels:
                 x = arguments.read_only(op.x, hidden_bytes * _FLOAT)
                 state.is_narrowed, state.num_narrowed = True, state.num_last
                 return {"x": x, "out": arguments.changed(op.out, state.rows * state.shape.hidden * _FLOAT)}
-
-    def _copy_delta_net(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
-        own = DeltaNet.from_address(op.weights)
-        values, tokens = own.value_heads * own.value_dim, state.num_tokens
-        channels = 2 * own.key_heads * own.key_dim + values
-        read = {
-            "conv": own.width * channels,
-            "bias": own.value_heads,
-            "decays": own.value_heads,
-            "norm": own.value_dim,
-        }
-        changed = {
-            "states": state.num_slots * values * own.key_dim,
-            "inputs": state.num_slots * (own.width - 1) * channels,
-            "gates": tokens * 2 * own.value_heads,
-            "mixed": tokens * channels,
-        }
-        copies = {name: arguments.read_only(getattr(own, name), size * _FLOAT) for name, size in read.items()}
-        copies |= {name: arguments.changed(getattr(own, name), size * _FLOAT) for name, size in changed.items()}
-        return {
-            "weights": arguments.of_struct(own, **copies),
-            "x": arguments.read_only(op.x, tokens * (channels + values) * state.number_bytes),
-            "out": arguments.changed(op.out, tokens * values * state.number_bytes),
-        }
 
     def _copy_routed(self, arguments: RemoteArguments, state: _Engine, op: Any) -> dict[str, int]:
         own = Experts.from_buffer_copy(Experts.from_address(op.weights))
