@@ -163,18 +163,21 @@ class NativeOps:
 
     def _create_parts(self, config: DecoderConfig, dtype: torch.dtype) -> list[Buffer]:
         """Create the operations that only some models need. Returns their buffers."""
+        buffers: list[Buffer] = []
         self.side: NativeSideOps | None = None
-        self.streams: NativeStreamOps | None = None
         parts = (self._do, self._linear, self.norm, self._add_norm)
         if config.layer_input_size or config.has_experts_beside:
             self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
+            buffers += self.side.buffers
         if config.streams is not None and self.side is not None:
-            self.streams = NativeStreamOps(config, config.streams, self.weights, dtype, self.side, *parts)
+            streams = NativeStreamOps(config, config.streams, self.weights, dtype, self.side, self._gated, *parts)
+            self.side.streams = streams
+            buffers += streams.buffers
         self.delta_net: NativeDeltaNetOps | None = None
         if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
-        kinds = (self.side, self.streams, self.delta_net)
-        return [buffer for ops in kinds if ops is not None for buffer in ops.buffers]
+            buffers += self.delta_net.buffers
+        return buffers
 
     @property
     def cache(self) -> list[Tensor]:
@@ -327,9 +330,7 @@ class NativeOps:
             form = AddNorm.ADD_AND_SCALE
         self._do(OperationKind.ADD_NORM, norm.data_ptr(), x, residual, form)
 
-    def activated_linear(self, x: int, weights: PackedLinear, cutoff: float | None = None) -> int:
-        if self.streams is not None and cutoff is not None:
-            return self.streams.cut_gates(x, weights, cutoff, self._gated.address)
+    def activated_linear(self, x: int, weights: PackedLinear) -> int:
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.cpu.native_experts import NativeExpertOps
     from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
-    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput
+    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
 
 
 class NativeSideOps:
@@ -50,6 +50,7 @@ class NativeSideOps:
         self._projection_scale = config.hidden_size**-0.5
         scale = round_scale(size**0.5, dtype)
         self._struct = LayerInputs(width=size, num_layers=config.num_layers, num_ids=config.input_rows, scale=scale)
+        self.streams: StreamOps | None = None
         self._owners: tuple[object, ...] = ()
         """Of the memory that the struct points to."""
         self._inputs, self._gates = Buffer(config.num_layers * size, torch.float32), Buffer(size, dtype)

@@ -39,12 +39,13 @@ class NativeStreamOps:
         packer: WeightPacker,
         dtype: torch.dtype,
         side: NativeSideOps,
+        gated: Buffer,
         do: Callable[..., int],
         linear: Callable[[int, PackedLinear, int, LinearOutput], int],
         norm: Callable[[int, Tensor | None], int],
         add_norm: Callable[..., None],
     ) -> None:
-        self._count, self._packer, self._side = settings.count, packer, side
+        self._count, self._packer, self._side, self._gated = settings.count, packer, side, gated
         self._do, self._linear, self._norm, self._add_norm = do, linear, norm, add_norm
         self._first: PackedLinear | None = None
         self._last: list[PackedLinear] = []
@@ -93,11 +94,11 @@ class NativeStreamOps:
         self._add_norm(residual, laurel.input_norm, residual)
         self._add_norm(added, laurel.norm, residual)
 
-    def cut_gates(self, x: int, gate_up: PackedLinear, cutoff: float, out: int) -> int:
-        width = gate_up.struct.outputs // 2
-        gates = self._linear(x, gate_up, self._results.address, LinearOutput.STORE_FLOAT)
+    def cut_linear(self, x: int, weights: PackedLinear, cutoff: float) -> int:
+        width = weights.struct.outputs // 2
+        gates = self._linear(x, weights, self._results.address, LinearOutput.STORE_FLOAT)
         number = self._cutoffs.setdefault(cutoff, ctypes.c_float(cutoff))
-        return self._do(OperationKind.CUT_GATES, ctypes.addressof(number), gates, out, width)
+        return self._do(OperationKind.CUT_GATES, ctypes.addressof(number), gates, self._gated.address, width)
 
     def correct(self, layer: _Layer, index: int, own: LayerInput, residual: int, step: object) -> None:
         self._do_streams(OperationKind.CORRECT_STREAMS, layer.struct, None, residual)

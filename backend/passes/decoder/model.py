@@ -193,7 +193,9 @@ class DecoderModel:
         """Return the input of the MLP's down product."""
         if mlp is None:
             return None
-        mixed = self._ops.activated_linear(x, mlp.gate_up, mlp.cutoff)
+        if mlp.cutoff is not None:
+            return stream_ops(self._ops).cut_linear(x, mlp.gate_up, mlp.cutoff)
+        mixed = self._ops.activated_linear(x, mlp.gate_up)
         if mlp.gate is not None:
             expert_ops(self._ops).weight_by_sigmoid(x, mlp.gate, mixed)
         return mixed

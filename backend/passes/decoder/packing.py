@@ -105,9 +105,10 @@ def side_ops(ops: Ops) -> SideOps:
 
 
 def stream_ops(ops: Ops) -> StreamOps:
-    if ops.streams is None:
+    streams = side_ops(ops).streams
+    if streams is None:
         raise ValueError("these operations have none for several residual streams")
-    return ops.streams
+    return streams
 
 
 class _Unpacked:

@@ -212,22 +212,6 @@ class BesideNorms:
     """Of both together, as in `linear_add`."""
 
 
-class SideOps(Protocol):
-    """Operations beside attention and the MLP, of models with inputs of layers or experts beside the MLP."""
-
-    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
-        """Keep what `begin_inputs` needs, as in `LayerWeights`. The caller drops its copy."""
-
-    def begin_inputs(self, residual: Array, step: Step) -> None:
-        """Compute the inputs of all layers, from the embeddings and the tokens' ids."""
-
-    def add_input(self, index: int, layer: LayerInput, residual: Array, step: Step) -> None:
-        """Add norm(projection(activation(gate(residual)) * the layer's input)) to residual."""
-
-    def add_experts(self, mixed: Array, down: Linear, experts: Experts, norms: BesideNorms, residual: Array) -> None:
-        """Add the results of the MLP, whose down product is still to be computed from mixed, and of the experts."""
-
-
 @dataclass(frozen=True, slots=True)
 class StreamWeights:
     """A layer's weights of several residual streams, as in `LayerWeights`; but router includes its norm's weight."""
@@ -265,6 +249,9 @@ class StreamOps(Protocol):
     def add_laurel(self, laurel: Laurel, residual: Array) -> None:
         """Add input_norm of the residual, and the norm of its product."""
 
+    def cut_linear(self, x: Array, weights: Linear, cutoff: float) -> Array:
+        """As `Ops.activated_linear`, with gates cut as `Streams.gate_cutoffs` says. weights: [gate | up], not gated."""
+
     def correct(self, layer: Any, index: int, own: LayerInput, residual: Array, step: Step) -> None:
         """Correct all streams by residual, the result of a layer, and add the layer's input to those after the first.
 
@@ -273,6 +260,26 @@ class StreamOps(Protocol):
 
     def end(self, residual: Array, step: Step) -> None:
         """residual becomes the mean of the streams."""
+
+
+class SideOps(Protocol):
+    """Operations beside attention and the MLP, of models with inputs of layers or experts beside the MLP."""
+
+    def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
+        """Keep what `begin_inputs` needs, as in `LayerWeights`. The caller drops its copy."""
+
+    def begin_inputs(self, residual: Array, step: Step) -> None:
+        """Compute the inputs of all layers, from the embeddings and the tokens' ids."""
+
+    def add_input(self, index: int, layer: LayerInput, residual: Array, step: Step) -> None:
+        """Add norm(projection(activation(gate(residual)) * the layer's input)) to residual."""
+
+    @property
+    def streams(self) -> StreamOps | None:
+        """None if the model or these operations have none."""
+
+    def add_experts(self, mixed: Array, down: Linear, experts: Experts, norms: BesideNorms, residual: Array) -> None:
+        """Add the results of the MLP, whose down product is still to be computed from mixed, and of the experts."""
 
 
 class Ops(Protocol):
@@ -292,10 +299,6 @@ class Ops(Protocol):
 
     @property
     def side(self) -> SideOps | None:
-        """None if the model or these operations have none."""
-
-    @property
-    def streams(self) -> StreamOps | None:
         """None if the model or these operations have none."""
 
     def pack_linear(
@@ -332,11 +335,8 @@ class Ops(Protocol):
         norm may have one more number, by which the sum is multiplied.
         """
 
-    def activated_linear(self, x: Array, weights: Linear, cutoff: float | None = None) -> Array:
-        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others.
-
-        cutoff: see `Streams.gate_cutoffs`; weights are then packed as if they were not gated.
-        """
+    def activated_linear(self, x: Array, weights: Linear) -> Array:
+        """Return [T, intermediate]: activation(x @ gate) * (x @ up) of gated weights, activation(product) of others."""
 
     def rotate_and_store(self, qkv: Array, step: Step, layer: AttentionLayer) -> None:
         """Normalise and rotate q and k of qkv [T, qkv_size] in place, then write k and v to the cache."""

@@ -22,7 +22,7 @@ from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, g
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
-from penstock.backend.passes.cpu.in_torch.torch_streams import TorchStreamOps, cut_gates
+from penstock.backend.passes.cpu.in_torch.torch_streams import TorchStreamOps
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -126,7 +126,8 @@ class TorchOps:
             config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm
         )
         norms = self._row_norm, self._add_norm, self._normalise
-        self.streams = TorchStreamOps(dtype, self.side, self.pack_linear, self._product, *norms)
+        functions = self.pack_linear, self._product, self._adapted, self._activate
+        self.side.streams = TorchStreamOps(dtype, self.side, *functions, *norms)
 
     @property
     def experts(self) -> TorchExpertOps | None:
@@ -235,13 +236,11 @@ class TorchOps:
         else:
             residual.add_(self._row_norm(x, norm))
 
-    def activated_linear(self, x: Tensor, weights: TorchLinear, cutoff: float | None = None) -> Tensor:
+    def activated_linear(self, x: Tensor, weights: TorchLinear) -> Tensor:
         product = self._adapted(x, weights).float()
-        if not weights.is_gated and cutoff is None:
+        if not weights.is_gated:
             return self._activate(product).to(self._dtype)
         gate, up = product.chunk(2, dim=-1)
-        if cutoff is not None:
-            gate = cut_gates(gate, cutoff)
         return self._activate(gate).mul_(up).to(self._dtype)
 
     def _grouped_product(self, x: Tensor, weights: GroupedWeights, ends: Tensor) -> Tensor:

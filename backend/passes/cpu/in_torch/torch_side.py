@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cpu.in_torch.paged_cache import PagedStep
     from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, TorchExperts
     from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
-    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput
+    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class TorchSideOps:
     ) -> None:
         self._config, self._dtype, self._experts, self._pack_linear = config, dtype, experts, pack_linear
         self._product, self._activate, self._row_norm, self._add_norm = product, activate, row_norm, add_norm
+        self.streams: StreamOps | None = None
         self._inputs = torch.empty(0)
         """[T, layers, layer_input_size] fp32 of the current step."""
 

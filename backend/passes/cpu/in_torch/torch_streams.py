@@ -25,19 +25,22 @@ class TorchStreamOps:
         side: TorchSideOps,
         pack_linear: Callable[..., TorchLinear],
         product: Callable[[Tensor, TorchLinear], Tensor],
+        adapted: Callable[[Tensor, TorchLinear], Tensor],
+        activate: Callable[[Tensor], Tensor],
         row_norm: Callable[[Tensor, Tensor], Tensor],
         add_norm: Callable[[Tensor, Tensor, Tensor], None],
         normalise: Callable[[Tensor], Tensor],
     ) -> None:
         self._dtype, self._side, self._pack_linear, self._product = dtype, side, pack_linear, product
+        self._adapted, self._activate = adapted, activate
         self._row_norm, self._add_norm, self._normalise = row_norm, add_norm, normalise
         self._streams = torch.empty(0)
         """[T, streams, hidden] fp32 of the current step."""
 
     def pack_ends(self, first: Tensor, last: Tensor) -> None:
-        hidden = first.shape[1]
+        count = len(first) // first.shape[1]
         self._first, self._last = (
-            [self._pack_linear(part, None) for part in all_.split(hidden)] for all_ in (first, last)
+            [self._pack_linear(part, None) for part in own.chunk(count)] for own in (first, last)
         )
 
     def pack(self, weights: StreamWeights) -> StreamWeights:
@@ -70,6 +73,11 @@ class TorchStreamOps:
         residual.add_(x)
         self._add_norm(self._product(low, laurel.right).float(), laurel.norm, residual)
 
+    def cut_linear(self, x: Tensor, weights: TorchLinear, cutoff: float) -> Tensor:
+        gate, up = self._adapted(x, weights).float().chunk(2, dim=-1)
+        std, mean = torch.std_mean(gate, dim=-1, keepdim=True, correction=0)
+        return (self._activate(functional.relu(gate - (mean + std * cutoff))) * up).to(self._dtype)
+
     def correct(self, layer: StreamWeights, index: int, own: LayerInput, residual: Tensor, step: TorchStep) -> None:
         self._narrow(step)
         factors = 1 + (self._modes(residual, layer)[:, None] * layer.corrections.float()).sum(-1)
@@ -84,12 +92,6 @@ class TorchStreamOps:
         ends = zip(others, self._last, strict=True)
         projected = [self._product(own.to(self._dtype), linear).float() for own, linear in ends]
         residual.copy_(torch.stack([first, *(_in_size_of(first, own) for own in projected)]).mean(0))
-
-
-def cut_gates(gates: Tensor, cutoff: float) -> Tensor:
-    """gates [T, n] fp32, reduced by what `Streams.gate_cutoffs` says."""
-    std, mean = torch.std_mean(gates, dim=-1, keepdim=True, correction=0)
-    return functional.relu(gates - (mean + std * cutoff))
 
 
 def _in_size_of(row: Tensor, x: Tensor) -> Tensor:
