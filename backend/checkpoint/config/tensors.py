@@ -42,7 +42,7 @@ LINEARS = (
 DEQUANTIZED = ("delta_gates", "laurel_left", "laurel_right", "streams_in", "streams_out")
 """Fields that checkpoints may quantise and that are never quantised in memory: they decide a state for long, or are
 small."""
-FLOAT_FIELDS = ("delta_bias", "delta_decay", "stream_router", "stream_predictions", "stream_corrections")
+FLOAT_FIELDS = ("delta_bias", "delta_decay", "stream_router", "stream_norm", "stream_predictions", "stream_corrections")
 """Fields that are read in fp32, whatever the model's dtype."""
 STACKED_IN_PARTS = ("qkv",)
 """Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""

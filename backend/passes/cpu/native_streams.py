@@ -6,13 +6,14 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import AddNorm, Buffer, LinearOutput, OperationKind, Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class _Layer:
     struct: Streams
-    vectors: tuple[Tensor, ...]
+    vectors: tuple[NDArray[np.float32], ...]
     """They own the memory that the struct points to."""
 
 
@@ -37,12 +38,12 @@ class NativeStreamOps:
         config: DecoderConfig,
         settings: Settings,
         packer: WeightPacker,
-        dtype: torch.dtype,
+        dtype: Dtype,
         side: NativeSideOps,
         gated: Buffer,
         do: Callable[..., int],
         linear: Callable[[int, PackedLinear, int, LinearOutput], int],
-        norm: Callable[[int, Tensor | None], int],
+        norm: Callable[[int, NDArray[np.float32] | None], int],
         add_norm: Callable[..., None],
     ) -> None:
         self._count, self._packer, self._side, self._gated = settings.count, packer, side, gated
@@ -52,8 +53,8 @@ class NativeStreamOps:
         self._ends = Streams(count=settings.count)
         self._cutoffs: dict[float, ctypes.c_float] = {}
         hidden, count = config.hidden_size, settings.count
-        self._streams, self._low = Buffer(count * hidden, torch.float32), Buffer(settings.laurel_rank, dtype)
-        self._results = Buffer(max((count - 1) * hidden, 2 * config.intermediate_size), torch.float32)
+        self._streams, self._low = Buffer(count * hidden, Dtype.FP32), Buffer(settings.laurel_rank, dtype)
+        self._results = Buffer(max((count - 1) * hidden, 2 * config.intermediate_size), Dtype.FP32)
         """Of the projections that begin and end streams, of gates that are cut, and of LAuReL."""
         self.buffers = (self._streams, self._low, self._results)
 
@@ -66,10 +67,10 @@ class NativeStreamOps:
         plain = (weights.router, weights.predictions, weights.corrections, weights.scale)
         router, predictions, corrections, scale = vectors = tuple(map(self._packer.vector, plain))
         struct = Streams(
-            router=router.data_ptr(),
-            predictions=predictions.data_ptr(),
-            corrections=corrections.data_ptr(),
-            scale=scale.data_ptr(),
+            router=router.ctypes.data,
+            predictions=predictions.ctypes.data,
+            corrections=corrections.ctypes.data,
+            scale=scale.ctypes.data,
             count=self._count,
         )
         return _Layer(struct, vectors)

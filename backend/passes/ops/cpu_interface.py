@@ -11,16 +11,18 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.ops.interface import Array, Forward, LinearAdapters, Step
     from penstock.backend.sampling.sampler import IRowSampler
 
 
-class PageParts(Protocol):
-    def parts(self, page: int) -> list[Tensor]:
-        """All memory of a page."""
+class CpuCache(Protocol):
+    def save(self, page: int, content: NDArray[np.uint8]) -> None:
+        """Copy a page of all layers to content, [bytes of a page]."""
+
+    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        """Copy content, which `save` has written, to a page."""
 
 
 class CpuOps(Ops, Protocol):
@@ -34,8 +36,7 @@ class CpuOps(Ops, Protocol):
         """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
 
     @property
-    def cache(self) -> list[Tensor] | PageParts:
-        """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
+    def cache(self) -> CpuCache: ...
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         """num_layers: `LayerGroups.num_layers`."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.dtypes import Dtype
 
 
 class Weights(Protocol):
@@ -27,13 +26,13 @@ class Weights(Protocol):
     The embedding table and the matrices of linears may be quantised.
     """
 
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
+    def embedding(self, dtype: Dtype) -> Tensor | QuantizedWeight: ...
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor: ...
+    def final_norm(self, dtype: Dtype) -> Tensor: ...
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
+    def lm_head(self, dtype: Dtype) -> Tensor | QuantizedWeight | None:
         """None if the embedding table serves as the output layer too."""
 
 
@@ -47,11 +46,6 @@ CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 def supports_q8_0(head_dim: int) -> bool:
     """Whether a head's values fill whole blocks of 32."""
     return head_dim % KV_BLOCK_VALUES == 0
-
-
-def round_scale(scale: float, dtype: torch.dtype) -> float:
-    """scale in dtype: checkpoints were trained with it rounded to the weights' type."""
-    return float(torch.tensor(scale, dtype=dtype))
 
 
 Array: TypeAlias = Any
