@@ -13,6 +13,7 @@ def stream_tensors(tensors: dict[str, torch.Tensor], vocab_size: int) -> dict[st
     for name in ("model.altup_projections", "model.altup_unembed_projections"):
         parts = [found.pop(part) for part in sorted(found) if part.startswith(f"{name}.")]
         found[f"{name}.weight"] = torch.stack(parts)
+    found["model.layers.5.self_attn.k_proj.weight"] = found["model.layers.2.self_attn.k_proj.weight"]  # is not used
     table = "model.embed_tokens_per_layer.weight"
     found[table] = torch.nn.functional.pad(found[table], (0, 0, 0, vocab_size - len(found[table])))
     return found

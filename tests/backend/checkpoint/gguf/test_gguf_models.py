@@ -192,8 +192,6 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
         fuse_qkv(file)
     if preset == "qwen3.5":
         add_mtp_layer(file, 3)
-    if preset == "gemma3n":
-        file.tensors["blk.5.attn_k.weight"] = file.tensors["blk.2.attn_k.weight"]
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():
