@@ -51,7 +51,7 @@ class Scheduler:
         keeps_state = states is not None
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
         self._pool = pool
-        self._drafting = drafting
+        self.drafting = drafting
         self._tenants = Tenants()
         self._waiting = WaitQueue(self._tenants)
         self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, states)
@@ -140,6 +140,13 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
+    def wanted_guesses(self) -> dict[Sequence, int]:
+        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
+        is_prompt_next = bool(self._waiting) and self.num_free_slots > 0
+        if self.drafting is None or is_prompt_next or self._bisections:
+            return {}
+        return self.drafting.wanted(self._running.sequences)
+
     def outlook(self) -> Outlook:
         """See `ISequenceScheduler`."""
         if self._outlook is None:
@@ -184,11 +191,11 @@ class Scheduler:
 
     def _choose_drafts(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
         """Drafts within the token budget, and in pages that no other sequence needs next."""
-        if self._drafting is None:
+        if self.drafting is None:
             return {}
         left, drafts = self._max_batch_tokens - len(decodes), {}
         num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
-        chosen = self._drafting.choose(decodes)
+        chosen = self.drafting.choose(decodes)
         for sequence, tokens in chosen.items():
             end = sequence.num_computed + min(len(tokens), left)
             if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
