@@ -4,7 +4,7 @@ the text and of earlier texts."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -101,6 +101,6 @@ def make_desk(
         return None
     vocab_size, num_pages = world.setup.model.vocab_size, sizes.num_pages + num_spare_pages(sizes.page_size)
     its_sizes = replace(sizes, num_pages=num_pages, num_host_pages=0, max_running=4, runs_ahead=False, adapters=())
-    draft_pass = DraftChainPass(vocab_size, its_sizes)
+    draft_pass: Any = DraftChainPass(vocab_size, its_sizes)  # it has what a draft model calls
     model = DraftModel(draft_pass, sizes.num_pages, sizes.page_size, sizes.max_batch_tokens)
     return DraftDesk(model, executor, drafting, scheduler.wanted_guesses, vocab_size)
