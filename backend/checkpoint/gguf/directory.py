@@ -174,16 +174,17 @@ def _decoder_config(
     config = _without_nulls(make_config(metadata, tensors, factors)) | labels | {"eos_token_id": ends}
     decoder = parse_decoder_config(config)
     others = factors.keys() | ({ANSWER_HEAD} if labels else set())
-    others |= {name for name in tensors if name.startswith(_later_layers(decoder, metadata.required("block_count")))}
+    others |= {name for name in tensors if name.startswith(_unused_tensors(decoder, metadata.required("block_count")))}
     _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - others}, decoder)
     return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
 
 
-def _later_layers(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
-    """Beginnings of the names of layers that predict further tokens."""
-    return tuple(
-        f"blk.{index}." for index in range(decoder.num_layers, min(count, decoder.num_layers + _MAX_MTP_LAYERS))
-    )
+def _unused_tensors(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
+    """Beginnings of the names of layers that predict further tokens, and of keys and values where others' are used."""
+    layers = decoder.num_layers
+    later = (f"blk.{index}." for index in range(layers, min(count, layers + _MAX_MTP_LAYERS)))
+    shared = range(layers - decoder.num_shared_layers, layers)
+    return (*later, *(f"blk.{index}.attn_{part}" for index in shared for part in ("k.", "k_norm.", "v.")))
 
 
 def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:

@@ -106,6 +106,14 @@ class Metadata:
             return [bool(item) for item in value]
         return self.own(key, int)
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        """Read a number for each layer; infinite ones too."""
+        self._read.add(self.prefix + key)
+        values = self._values.get(self.prefix + key)
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(item, float) for item in values):
+            raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
+        return values
+
     def integers(self, key: str, count: int) -> list[int]:
         """Read a number, or flag, for each layer; one number is that of all."""
         self._read.add(self.prefix + key)

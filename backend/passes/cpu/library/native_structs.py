@@ -61,6 +61,13 @@ class OperationKind(IntEnum):
     LAYER_INPUTS = 13
     WEIGHT_BY_INPUT = 14
     DELTA_NET = 15
+    BEGIN_STREAMS = 16
+    PREDICT_STREAMS = 17
+    CORRECT_STREAMS = 18
+    ADD_TO_STREAMS = 19
+    TAKE_STREAM = 20
+    END_STREAM = 21
+    CUT_GATES = 22
 
 
 class AddNorm(IntEnum):
@@ -233,6 +240,7 @@ class LayerInputs(Structure):
         ("norm", c_void_p),
         ("width", c_int64),
         ("num_layers", c_int64),
+        ("num_ids", c_int64),
         ("scale", c_float),
     )
 
@@ -253,6 +261,13 @@ class DeltaNet(Structure):
         ("value_dim", c_int64),
         ("width", c_int64),
         ("tiles_key_heads", c_int64),
+    )
+
+
+class Streams(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("router", "predictions", "corrections", "scale", "rows")),
+        ("count", c_int64),
     )
 
 

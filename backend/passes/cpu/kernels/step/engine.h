@@ -96,6 +96,7 @@ struct LayerInputs {  // mirrored by native_structs.py
     const float* norm;  // [width]
     i64 width;
     i64 num_layers;
+    i64 num_ids;  // rows of the table; tokens beyond have those of token 0
     float scale;  // of the table's rows
 };
 
