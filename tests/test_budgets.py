@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 95_380
-MAX_LABORATORY_LINES = 19_680
-MAX_DOC_WORDS = 78_030
+MAX_PRODUCT_LINES = 96_590
+MAX_LABORATORY_LINES = 19_710
+MAX_DOC_WORDS = 78_280
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
