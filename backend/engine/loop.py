@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
     from penstock.backend.engine.requests.handling import RequestHandling
     from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+    from penstock.backend.engine.steps.draft_desk import DraftDesk
     from penstock.backend.engine.steps.launched_step import StepResult
     from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.engine.steps.vectors import Vectors
@@ -79,6 +80,8 @@ class Engine:
         self._step_timing = step_timing or requests.step_timing
         self._heartbeat = heartbeat
         self._kv_events = kv_events
+        self.draft_desk: DraftDesk | None = None
+        """Asks a draft model before plans, if there is one."""
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
         self._work: Callable[[], None] | None = None
@@ -183,6 +186,8 @@ class Engine:
         while self._scheduler.has_work and self._executor.has_capacity:
             if self._has_drafts and self._executor.is_busy:
                 return None
+            if self.draft_desk is not None and self.draft_desk.holds_plan():
+                return None
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s
             started_ns = time.thread_time_ns()
@@ -218,7 +223,7 @@ class Engine:
     def _apply(self, result: StepResult) -> None:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
-        self._scheduler.host_offload.note_step_ended()
+        self._scheduler.note_step_ended()
         self._ended_s = result.ended_s
         num_tokens = plan.num_tokens
         board.steps += 1
@@ -370,6 +375,7 @@ class Engine:
         board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.restart_grace)
         board.pages_used = pages_held = scheduler.num_pages_held
         board.pages_idle = pages_idle = scheduler.num_pages_idle
+        board.checkpoint_bytes = scheduler.checkpoint_bytes
         board.preemptions = scheduler.num_preemptions
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,

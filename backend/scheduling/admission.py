@@ -184,6 +184,7 @@ class Admission:
             num_available, self._num_plans, self._max_park_steps
         ):
             self._waiting.take(sequence)
+            self._running.prefix_cache.expect(prefix.awaited)
             self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
             return budget
         if self._pictures.keeps_waiting(sequence, num_available):
@@ -214,7 +215,9 @@ class Admission:
             other.parking.num_pages_passed += num_available - self._pool.num_available
         num_missing = sequence.num_ready_tokens - sequence.num_computed
         grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
-        self.newcomers.append((sequence, grant))
+        grant = sequence.whole_chunk(grant, budget)
+        if grant:
+            self.newcomers.append((sequence, grant))
         if self._tenants.are_several:
             self._tenants.charge(sequence.account, grant * PREFILL_COST)
         return budget - grant

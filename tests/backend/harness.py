@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.draft_desk import DraftDesk
+from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.start.paging import create_cache
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -201,6 +205,12 @@ class JudgedExecutor(ThreadlessExecutor):
         self.batches.append(batch)
 
 
+def _served(forward_pass: Any) -> dict[str, Any]:
+    spec = forward_pass.spec
+    tower = forward_pass.picture_tower if spec.max_picture_bytes else None
+    return {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec), "tower": tower}
+
+
 def _adapters(spec: PassSpec) -> dict[str, int]:
     return {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
 
@@ -224,12 +234,16 @@ class Bench(EngineRig):
         priority_step_s: float = 0.0,
         max_park_steps: int = 64,
         num_host_pages: int = 0,
+        num_checkpoints: int = 4,
+        store: PageStore | None = None,
         forward_pass: Any = None,
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
         late_masks: LateMasks | None = None,
         vector_cache: VectorCache | None = None,
         drafting: Drafting | None = None,
+        draft_pass: Any = None,
+        min_chance: float = 0.3,
         make_pictures: Any = lambda _, __: None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
@@ -242,30 +256,36 @@ class Bench(EngineRig):
             max_batch_tokens=max_batch_tokens,
             num_plans_ahead=capacity,
             max_park_steps=max_park_steps,
-            keeps_state=spec.state_bytes_per_sequence > 0,
+            num_checkpoints=num_checkpoints if spec.state_bytes_per_sequence else None,
+            checkpoint_spacing=2 * page_size,
+            state_store=None if store is None else store.states,
             kv_windows=spec.kv_windows,
             drafting=drafting,
         )
         if sizes.num_pages:
-            self.forward_pass.create_cache(num_pages, page_size, "fp32")
+            create_cache(self.forward_pass, num_pages, page_size, "fp32", num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
-        self.pool = PagePool(num_pages, num_host_pages, texts=None if drafting is None else drafting.texts)
+        self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
         self.now_s = 0.0
-        served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
-        served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None
+        served = _served(self.forward_pass)
         super().__init__(
-            self.link,
-            self.executor,
-            sizes,
-            EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served),
-            self.clock,
+            self.link, self.executor, sizes,
+            EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served), self.clock,
             pool=self.pool,
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             make_pictures=make_pictures,
-        )
+        )  # fmt: skip
+        if draft_pass is not None:
+            self.engine.draft_desk = self._make_draft_desk(drafting, draft_pass, min_chance)
+
+    def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float) -> DraftDesk:
+        num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
+        draft_pass.create_cache(num_pages, self.page_size, "fp32")
+        model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
+        return DraftDesk(model, self.executor, drafting, self.scheduler.wanted_guesses, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s

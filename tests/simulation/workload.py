@@ -88,8 +88,8 @@ class Setup:
     capacity: int
     num_plans_ahead: int
     """Passed to the scheduler. If it is less than the capacity, new sequences are soon preempted."""
-    keeps_state: bool
-    """The pass keeps state for each slot."""
+    num_checkpoints: int | None
+    """The pass keeps a state for each slot, and so many checkpoints; None: it keeps no state."""
     runs_ahead: bool
     """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
@@ -116,6 +116,7 @@ class Setup:
     """Each backend has most of them, in its own order."""
     quote_rate: float = 0.0
     has_drafts: bool = False
+    has_draft_model: bool = False
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -141,7 +142,7 @@ class Setup:
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
             capacity=capacity,
             num_plans_ahead=rng.choice((0, capacity)),
-            keeps_state=seed % _STATE_EVERY == 3,
+            num_checkpoints=(6, 0, 2, 1)[seed // _STATE_EVERY % 4] if seed % _STATE_EVERY == 3 else None,
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),
@@ -199,6 +200,11 @@ class Setup:
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
         self.has_drafts = seed % 8 in _WITH_DRAFTS
+        self.has_draft_model = seed % 16 == 10 and is_chain
+        if self.has_draft_model:  # it is asked while few run and nothing waits
+            self.max_running = min(self.max_running, 4)
+            self.rates["submit"] *= 0.3
+            self.adapters = self.adapters if seed % 32 == 10 else ()
 
     def _saturate(self, rng: Random, stem: list[int]) -> None:
         """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.passes.decoder.packing import (
     Layer,
     Mlp,
@@ -21,6 +19,7 @@ from penstock.backend.passes.decoder.packing import (
     pack_layer,
     pack_norm,
     side_ops,
+    stream_ops,
 )
 from penstock.backend.passes.decoder.row_orders import delta_gates_order, delta_in_order, qkv_order
 from penstock.backend.passes.ops.interface import (
@@ -32,8 +31,12 @@ from penstock.backend.passes.ops.interface import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
+    from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
 
@@ -47,9 +50,7 @@ class DecoderModel:
     The buffer belongs to the operations; the next step overwrites it.
     """
 
-    def __init__(
-        self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype, groups: LayerGroups
-    ) -> None:
+    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: Dtype, groups: LayerGroups) -> None:
         """Packs the weights layer by layer; at most one layer is in memory unpacked."""
         self._config = config
         self._ops = ops
@@ -59,10 +60,10 @@ class DecoderModel:
         if config.tie_embeddings:
             self._lm_head = ops.pack_linear(embedding, None, logits_scale)
             self._embedding = ops.packed_table(embedding, self._lm_head)
-        elif isinstance(embedding, Tensor):
-            self._embedding = ops.table(embedding)
-        else:
+        elif isinstance(embedding, QuantizedWeight):
             self._embedding = ops.packed_table(embedding, ops.pack_linear(embedding, None))
+        else:
+            self._embedding = ops.table(embedding)
         del embedding
         if not config.tie_embeddings:
             self._lm_head = pack_head(config, ops, weights.lm_head(dtype))
@@ -108,6 +109,8 @@ class DecoderModel:
         residual = self._ops.embed(self._embedding, step)
         if self._config.layer_input_size:
             side_ops(self._ops).begin_inputs(residual, step)
+        if self._config.streams is not None:
+            stream_ops(self._ops).begin(residual, step)
         *layers, last = self._layers[: self._num_stored]
         for layer in layers:
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
@@ -123,6 +126,8 @@ class DecoderModel:
         self._attend_and_mix(last, qkv, residual, step)
         for layer in shared:
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
+        if self._config.streams is not None:
+            stream_ops(ops).end(residual, step)
         self.normed = ops.final_norm(residual, self._final_norm)
         if self._lm_head is None:
             return None
@@ -134,6 +139,8 @@ class DecoderModel:
 
     def _project(self, layer: Layer, residual: Array, step: Step) -> Array:
         ops = self._ops
+        if layer.streams is not None:
+            stream_ops(ops).predict(layer.streams, residual, step)
         x = ops.norm(residual, layer.attention_norm)
         qkv = ops.linear(x, layer.qkv)
         if layer.attention is None:
@@ -155,6 +162,8 @@ class DecoderModel:
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
             self._add_mixed(layer, mixed, residual, step)
         else:
+            if layer.laurel is not None:
+                stream_ops(ops).add_laurel(layer.laurel, residual)
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
             self._add_mlp(layer, residual, step)
 
@@ -171,13 +180,19 @@ class DecoderModel:
             side_ops(ops).add_experts(mixed, layer.mlp.down, layer.experts, layer.beside, residual)
         elif layer.mlp is not None:
             ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
-        if layer.input is not None and layer.attention is not None:
+        if layer.input is None or layer.attention is None:
+            return
+        if layer.streams is not None:
+            stream_ops(ops).correct(layer.streams, layer.attention.index, layer.input, residual, step)
+        else:
             side_ops(ops).add_input(layer.attention.index, layer.input, residual, step)
 
     def _mix(self, mlp: Mlp | None, x: Array) -> Array | None:
         """Return the input of the MLP's down product."""
         if mlp is None:
             return None
+        if mlp.cutoff is not None:
+            return stream_ops(self._ops).cut_linear(x, mlp.gate_up, mlp.cutoff)
         mixed = self._ops.activated_linear(x, mlp.gate_up)
         if mlp.gate is not None:
             expert_ops(self._ops).weight_by_sigmoid(x, mlp.gate, mixed)
@@ -192,7 +207,7 @@ def _adapted_linears(layer: Layer) -> dict[str, Any]:
     return linears if layer.mlp is None else linears | {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
 
 
-def _output_orders(config: DecoderConfig, index: int, adapter: PeftAdapter) -> dict[str, Tensor | None]:
+def _output_orders(config: DecoderConfig, index: int, adapter: PeftAdapter) -> dict[str, NDArray[np.int64] | None]:
     """Field of `LayerWeights` → the order of its outputs, if it is not the adapter's."""
     net = config.delta_net_of_layer(index)
     if net is not None:
@@ -200,7 +215,7 @@ def _output_orders(config: DecoderConfig, index: int, adapter: PeftAdapter) -> d
     return {"qkv": None if config.interleaved_rope and not adapter.interleaves_rope else qkv_order(config)}
 
 
-def _reorder_outputs(lora: LoraWeights, order: Tensor) -> LoraWeights:
+def _reorder_outputs(lora: LoraWeights, order: NDArray[np.int64]) -> LoraWeights:
     """Reorder an adapter's outputs. They are whole parts, such as q, and the new order mixes no parts."""
     first, count = lora.first_output, len(lora.up)
     return replace(lora, up=lora.up[order[first : first + count] - first])

@@ -1,8 +1,7 @@
 """Packs a decoder's weights, layer by layer, in the form of a device's operations.
 
 A checkpoint's conventions end here: norms that add 1 to their weights and heads that rotate neighbouring dimensions
-become plain ones. Packed weights that are mapped are tensors on the meta device here, of which some operations
-(`w[rows]`, `w + 1`, `torch.cat`) import sympy, in 0.15 s.
+become plain ones. Of weights that are packed already only shapes are there (`PackedShape`).
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
+from penstock.backend.checkpoint.config.weight_shapes import PackedShape
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.lazy_torch import Tensor, torch
 from penstock.backend.passes.decoder.row_orders import (
     delta_gates_order,
     delta_in_order,
@@ -31,16 +29,21 @@ from penstock.backend.passes.ops.interface import (
     ExpertOps,
     Experts,
     ExpertWeights,
+    Laurel,
     LayerInput,
     Linear,
     Ops,
     SideOps,
+    StreamOps,
+    StreamWeights,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Layer:
     beside: BesideNorms | None
     """If the experts are beside the MLP."""
     input: LayerInput | None
+    streams: Any
+    """The operations' own form of its part in several residual streams; None if there is one."""
+    laurel: Laurel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class Mlp:
     output_norm: Array | None
     gate: Linear | None
     """Weights a shared expert."""
+    cutoff: float | None
+    """As in `Streams.gate_cutoffs`."""
 
 
 def pack_head(config: DecoderConfig, ops: Ops, weight: Tensor | QuantizedWeight | None) -> Linear | None:
@@ -96,6 +104,13 @@ def side_ops(ops: Ops) -> SideOps:
     return ops.side
 
 
+def stream_ops(ops: Ops) -> StreamOps:
+    streams = side_ops(ops).streams
+    if streams is None:
+        raise ValueError("these operations have none for several residual streams")
+    return streams
+
+
 class _Unpacked:
     """A layer's weights, each for a single use: a matrix is freed when it is packed, not with its layer."""
 
@@ -122,12 +137,19 @@ def pack_layer(
     scale, net = config.scales.residual, config.delta_net_of_layer(index)
     if plain.has("inputs_table"):
         side_ops(ops).pack_inputs(*map(plain.take, ("inputs_table", "inputs_projection", "inputs_norm")))
+    if plain.has("streams_in"):
+        stream_ops(ops).pack_ends(plain.take("streams_in"), plain.take("streams_out"))
     of_input, factor = plain.has("input_norm"), plain.take("layer_scale")
     last_norm = "input_norm" if of_input else "mlp_output_norm"
     packed = {
         field: pack_norm(config, ops, plain.take(field), factor if field == last_norm else None)
         for field in (*NORM_FIELDS, "input_norm")
+        if field != "attention_output_norm"
     }
+    has_streams, norm = config.streams is not None, plain.take("attention_output_norm")
+    if has_streams:  # the sum of attention, LAuReL's product and the residual is divided by √2
+        norm = _join(norm, PackedShape((1,)) if isinstance(norm, PackedShape) else torch.full((1,), 0.5**0.5))
+    packed["attention_output_norm"] = pack_norm(config, ops, norm)
     return Layer(
         attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
         delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
@@ -136,10 +158,12 @@ def pack_layer(
         output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
-        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
+        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"], index),
         experts=_pack_experts(ops, plain, scale),
         beside=_pack_beside(config, ops, plain, packed["mlp_output_norm"]) if plain.has("expert_norm") else None,
         input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
+        streams=_pack_streams(config, ops, plain) if has_streams else None,
+        laurel=_pack_laurel(ops, plain, packed["attention_norm"]) if has_streams else None,
     )
 
 
@@ -161,19 +185,22 @@ def _pack_attention(
         sinks=None if sinks is None else ops.vector(sinks),
         group=place[0],
         group_index=place[1],
-        v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
+        v_norm=ops.vector(q_norm.new_ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
         has_full_heads=config.has_full_heads(index),
         source=None if source == index else source,
+        sees_ahead=config.sees_whole_pictures(index),
     )
 
 
 def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpacked) -> Any:
-    gates, order, decays = plain.take("delta_gates"), delta_gates_order(config, net), plain.take("delta_decay")
+    gates, decays = plain.take("delta_gates"), plain.take("delta_decay")
+    if net.has_log_decay and not isinstance(decays, PackedShape):
+        decays = -decays.exp()
     weights = DeltaNetWeights(
-        gates=gates if order is None else gates.index_select(0, order),
+        gates=_take_rows(gates, delta_gates_order(config, net)),
         conv=plain.take("delta_conv").flatten(1),
         bias=plain.take("delta_bias"),
-        decays=-decays.exp() if net.has_log_decay else decays,
+        decays=decays,
         norm=plain.take("delta_norm"),
     )
     return delta_ops(ops).pack(weights)
@@ -190,22 +217,32 @@ def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
     return LayerInput(gate, projection, norm)
 
 
-def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
-    bias = plain.take("qkv_bias")
-    if order is None:
-        return ops.pack_linear(plain.take("qkv"), bias)
-    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias.index_select(0, order))
+def _pack_streams(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Any:
+    router = plain.take("stream_router") * plain.take("stream_norm") * (1 / config.hidden_size)
+    others = map(plain.take, ("stream_predictions", "stream_corrections", "stream_scale"))
+    return stream_ops(ops).pack(StreamWeights(router, *others))
 
 
-def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> Mlp | None:
+def _pack_laurel(ops: Ops, plain: _Unpacked, input_norm: Array) -> Laurel:
+    left, right = (ops.pack_linear(plain.take(f"laurel_{side}"), None) for side in ("left", "right"))
+    return Laurel(input_norm, left, right, ops.vector(plain.take("laurel_norm")))
+
+
+def _pack_qkv(ops: Ops, plain: _Unpacked, order: NDArray[np.int64] | None) -> Linear:
+    return ops.pack_linear(_take_rows(plain.take("qkv"), order), _take_rows(plain.take("qkv_bias"), order))
+
+
+def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None, index: int) -> Mlp | None:
     if not (plain.has("gate_up") and plain.has("down")):
         return None
-    gate = plain.take("shared_gate")
+    gate, cutoff = plain.take("shared_gate"), None if config.streams is None else config.streams.gate_cutoffs[index]
+    is_gated = config.mlp == "gated" and cutoff is None
     return Mlp(
-        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=config.mlp == "gated"),
+        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=is_gated),
         down=ops.pack_linear(plain.take("down"), plain.take("down_bias"), config.scales.residual),
         output_norm=output_norm,
         gate=None if gate is None else ops.pack_linear(gate, None),
+        cutoff=cutoff,
     )
 
 
@@ -229,21 +266,34 @@ def pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None, factor: Te
     if weight is None:
         return None
     if factor is not None:
-        weight = torch.cat([weight, factor])
+        weight = _join(weight, factor)
     if config.norm == "layer" and not config.norm_bias:
-        weight = functional.pad(weight, (0, len(weight)))
+        weight = _join(weight, weight.new_zeros(len(weight)))
     return ops.vector(_offset(config, weight))
 
 
-def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
+def _join(first: Any, second: Any) -> Any:
+    if isinstance(first, PackedShape):
+        return PackedShape((len(first) + len(second),))
+    return torch.cat([first, second])
+
+
+def _offset(config: DecoderConfig, weight: Any) -> Any:
+    if not config.norm_offset or isinstance(weight, PackedShape):
+        return weight
     # A copy: the source may give its own tensor.
-    return weight.to(torch.float32, copy=True).add_(config.norm_offset) if config.norm_offset else weight
+    return weight.to(torch.float32, copy=True).add_(config.norm_offset)
 
 
-def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    return weight.index_select(0, rows) if isinstance(weight, Tensor) else take_rows(weight, rows)
+def _take_rows(weight: Any, rows: NDArray[np.int64] | None) -> Any:
+    if rows is None or weight is None or isinstance(weight, PackedShape):
+        return weight
+    order = torch.from_numpy(rows)
+    return take_rows(weight, order) if isinstance(weight, QuantizedWeight) else weight.index_select(0, order)
 
 
-def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:
+def _reorder_norm(config: DecoderConfig, norm: Any, order: NDArray[np.int64]) -> Any:
     """Put the weight of a norm in the heads' new order. It covers whole heads."""
-    return None if norm is None else norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)
+    if norm is None or isinstance(norm, PackedShape):
+        return norm
+    return norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,7 +18,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 CONFIGS = {
-    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in (3, 4)},
+    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in ("3", "3n", "4")},
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
 }
@@ -26,6 +27,7 @@ SCALES = {
     "GemmaForCausalLM": Scales(embedding=3072**0.5),
     "Gemma2ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5, scores_softcap=50.0, logits_softcap=30.0),
     "Gemma3ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5),
+    "Gemma3nForCausalLM": Scales(scores=1.0, embedding=2048**0.5, logits_softcap=30.0),
     "Gemma4ForCausalLM": Scales(scores=1.0, embedding=2304**0.5),
     "GraniteForCausalLM": Scales(scores=1.0),
     "CohereForCausalLM": Scales(logits=0.0625),
@@ -59,7 +61,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     layer_types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
     if architecture == "MistralForCausalLM":
         layer_types = ["sliding_attention"] * config.num_layers
-    window = {"GptOssForCausalLM": 128, "Gemma4ForCausalLM": 512}.get(architecture, 4096)
+    window = {"GptOssForCausalLM": 128, "Gemma3nForCausalLM": 512, "Gemma4ForCausalLM": 512}.get(architecture, 4096)
     assert config.layer_window_tokens == tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     assert config.scales == SCALES.get(architecture, Scales())
     assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))
@@ -72,7 +74,7 @@ def test_models_without_rope_settings_have_those_of_transformers(family: str, ro
     theirs = getattr(transformers, f"{family}Config")()
     values = {key: value for key, value in theirs.to_dict().items() if not key.startswith("rope")}
     rope = parse_decoder_config(values | {"architectures": [f"{family}ForCausalLM"]}).rope
-    assert torch.equal(torch.tensor(rope.inv_freq), rotary(theirs).inv_freq)
+    np.testing.assert_array_max_ulp(np.array(rope.inv_freq, np.float32), rotary(theirs).inv_freq.numpy(), 2)
     assert rope.attention_factor == pytest.approx(rotary(theirs).attention_scaling, rel=1e-12)
 
 
@@ -84,7 +86,7 @@ def test_ministral_3_scales_queries_as_transformers_does(is_part: bool) -> None:
         values = {"text_config": values, "architectures": ["Mistral3ForConditionalGeneration"]}
     config = parse_decoder_config(values, max_context_tokens=70_000)
     assert config.query_rope is not None
-    keys, queries = (RopeTable(rope).cover(70_000) for rope in (config.rope, config.query_rope))
+    keys, queries = (torch.from_numpy(RopeTable(rope).cover(70_000)) for rope in (config.rope, config.query_rope))
     positions = torch.tensor([0, 16_383, 16_384, 33_000, 69_999])
     settings = theirs.rope_parameters
     scales = get_llama_4_attn_scale(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, PageParts
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -110,30 +110,6 @@ def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.nan_to_num(0.0).to(torch.int8), scales.half()
 
 
-def save_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
-    """Copy a page to content, [bytes of a page]."""
-    end = 0
-    for part in _parts(cache, page):
-        found = part.contiguous().view(torch.uint8).flatten().numpy()
-        start, end = end, end + len(found)
-        content[start:end] = found
-
-
-def restore_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
-    """Copy content, which `save_page` has written, to a page."""
-    end = 0
-    for part in _parts(cache, page):
-        start, end = end, end + part.numel() * part.element_size()
-        there = torch.from_numpy(content[start:end])
-        if part.dtype is not torch.uint8:
-            there = there.clone().view(part.dtype)  # aligned to its numbers
-        part.copy_(there.view(part.shape))
-
-
-def _parts(cache: list[Tensor] | PageParts, page: int) -> list[Tensor]:
-    return [layer[page] for layer in cache] if isinstance(cache, list) else cache.parts(page)
-
-
 @dataclass(frozen=True, slots=True)
 class KvShape:
     """Keys and values of one token in one layer."""
@@ -186,13 +162,30 @@ class PagedCache:
         tiles = cut_rows(batch.query_starts, self._limits.tile_tokens)
         table, size = batch.page_table, self._page_size_tokens
         tables = [table] if table.ndim == 2 else [table[:, :, group] for group in range(table.shape[2])]
-        queries = [QueryTiles(rows, positions, tiles, own, size, self._limits, self._device) for own in tables]
+        ends = positions + 1 if batch.visible_ends is None else batch.visible_ends.astype(np.int64)
+        queries = [QueryTiles(rows, positions, ends, tiles, own, size, self._limits, self._device) for own in tables]
         on_device = torch.from_numpy(positions).to(self._device)
         return [PagedStep(self, on_device, own) for own in queries]
 
     def parts(self, page: int) -> list[Tensor]:
         """All memory of a page."""
         return [tensor[:, page] for heads in (*self.keys, *self.values) for tensor in heads.tensors]
+
+    def save(self, page: int, content: NDArray[np.uint8]) -> None:
+        end = 0
+        for part in self.parts(page):
+            found = part.contiguous().view(torch.uint8).flatten().numpy()
+            start, end = end, end + len(found)
+            content[start:end] = found
+
+    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        end = 0
+        for part in self.parts(page):
+            start, end = end, end + part.numel() * part.element_size()
+            there = torch.from_numpy(content[start:end])
+            if part.dtype is not torch.uint8:
+                there = there.clone().view(part.dtype)  # aligned to its numbers
+            part.copy_(there.view(part.shape))
 
     def _copy_pages(self, batch: StepBatch) -> None:
         """Copy only the tokens that a row will see; the rest of a page might hold NaN."""
@@ -230,9 +223,11 @@ class PagedStep:
         cached_keys.write(self._pages, self._offsets, keys)
         cached_values.write(self._pages, self._offsets, values)
 
-    def attend(self, layer: int, queries: Tensor, window_tokens: int | None, rule: ScoreRule) -> Tensor:
+    def attend(
+        self, layer: int, queries: Tensor, window_tokens: int | None, rule: ScoreRule, *, sees_ahead: bool = False
+    ) -> Tensor:
         """Causal attention of queries [T, heads, key_dim] through the page table: [T, heads, value_dim], same dtype."""
-        groups = self._queries.groups(window_tokens)
+        groups = self._queries.groups(window_tokens, sees_ahead=sees_ahead)
         output = None
         for group in groups:
             keys, values = (_flat(pages[layer], group.pages) for pages in (self._cache.keys, self._cache.values))

@@ -122,6 +122,10 @@ class CudaDeltaNetOps:
             layer.states = torch.zeros(shape, device=self._device)
             layer.inputs = torch.zeros(num_slots, net.conv_width - 1, net.num_channels, device=self._device)
 
+    @property
+    def states(self) -> list[Tensor]:
+        return [part for layer in self._layers for part in (layer.states, layer.inputs)]
+
     def run(self, inputs: Tensor, x: Tensor, layer: CudaDeltaLayer, step: CudaStep) -> Tensor:
         net, rows, launch, num_tokens = self._net, step.rows, self._launcher.launch, len(x)
         gates = self._multiply(self._x[:num_tokens].copy_(x), layer.gates, self._gates[:num_tokens])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cuda.attention.delta_net import CudaDeltaNetOps
 from penstock.backend.passes.cuda.attention.step_attention import StepAttention, layer_windows
 from penstock.backend.passes.cuda.device.device import Device
@@ -37,7 +38,7 @@ from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
 from penstock.backend.passes.cuda.ops.side_ops import CudaSideOps
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape, round_scale
+from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape
 
 
 class CudaOps(DeviceWeights):
@@ -52,15 +53,16 @@ class CudaOps(DeviceWeights):
         max_rows: int,
         matmul: Matmul,
         *,
-        rounds_rows: bool = False,
+        rounded_rows: int | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """rounds_rows: as `workspace_plan.rounds_rows`. memory: of the weights, by default this process's own."""
+        """rounded_rows: the fewest that get 8 bits; None: no rows do. memory: of the weights, by default this
+        process's own."""
         rounded = None
-        if rounds_rows:
+        if rounded_rows is not None:
             rounded = RoundedProducts(
                 device.launcher, device.torch_device, dtype, max_tokens, max_linear_inputs(config),
-                device.compute_capability,
+                device.compute_capability, rounded_rows,
             )  # fmt: skip
         quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded, memory)
         super().__init__(device.torch_device, dtype, quantized, memory)
@@ -68,7 +70,7 @@ class CudaOps(DeviceWeights):
         self._launcher = device.launcher
         self._config = config
         self._matmul = matmul
-        self._embedding_scale = round_scale(config.scales.embedding, dtype)
+        self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=of, device=device.torch_device)

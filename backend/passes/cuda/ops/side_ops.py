@@ -10,12 +10,13 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, CudaExperts
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, Linear, round_scale
+from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, Linear
 
 LAUNCHES_OF_INPUTS, LAUNCHES_BESIDE = 3, 13
 """Kernels of a layer's input beside its products, and of a layer's sums and factors of experts."""
@@ -31,6 +32,8 @@ def side_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, padde
 
 class CudaSideOps:
     """Implements `SideOps`. No step allocates."""
+
+    streams: None = None
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class CudaSideOps:
         self._config, self._weights, self._experts, self._elementwise = config, weights, experts, elementwise
         self._embed, self._norm, self._linear_add, self._multiply = embed, norm, linear_add, multiply
         size, hidden = config.layer_input_size, config.hidden_size
-        self._scale = round_scale(size**0.5, dtype)
+        self._scale = Dtype.of(dtype).round(size**0.5)
 
         def zeros(rows: int, width: int, of: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(rows, width, dtype=of, device=torch_device)

@@ -9,6 +9,7 @@ import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.attention import delta_net
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
@@ -29,9 +30,15 @@ from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products, side_ops
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
+from penstock.backend.passes.cuda.ops.matmul import (
+    INVARIANT_MATMUL,
+    BlockedMatmul,
+    Matmul,
+    WholeMatmul,
+    forbid_split_sums,
+)
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
-from penstock.backend.passes.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
+from penstock.backend.passes.cuda.ops.rounded_rows import ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
@@ -128,7 +135,7 @@ def plan_spec(
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
     if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
-    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
+    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
@@ -137,7 +144,7 @@ def plan_spec(
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         side_ops.side_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         delta_net.delta_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
-        quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
+        quantized_linear.scratch_bytes(sizes.max_tokens, matmul, rounds) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
@@ -163,7 +170,7 @@ def captured_sizes_of(
     config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
 ) -> list[int]:
     """Return `captured_sizes` of a model."""
-    weights = make_spec(config, dtype, KV_MACRO).weight_bytes // dtype.itemsize
+    weights = make_spec(config, Dtype.of(dtype), KV_MACRO).weight_bytes // dtype.itemsize
     return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
 
 
@@ -173,16 +180,23 @@ def captured_sizes(
     """Return the tokens of captured mixed steps.
 
     weight_bytes is `PassSpec.weight_bytes`; weights is the number of weights. rounds_rows is the result of that
-    function. Such steps have few enough rows that none is rounded: a library that allocates for products of 8 bits
-    would do so in a graph.
+    function. Unless decode steps round rows too, none of such a step is rounded: a library that allocates for
+    products of 8 bits would do so in a graph.
     """
-    max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
+    max_tokens, rounded_rows = sizes.max_tokens, sizes.choices.rounded_rows
+    if rounds_rows and rounded_rows > MAX_GRAPH_ROWS:
+        max_tokens = min(max_tokens, rounded_rows - 1)
     max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
     return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
-    return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+    if not sizes.deterministic:
+        return WholeMatmul(sizes.choices.quantised_rows)
+    if not sizes.choices.whole_products:
+        return BlockedMatmul()
+    forbid_split_sums()
+    return INVARIANT_MATMUL
 
 
 def rounds_rows(
@@ -193,7 +207,8 @@ def rounds_rows(
     Only with such a checkpoint or --quantize fp8, and never if a row must have the same bits in a step of any size.
     """
     is_declared = formats.rounds_rows if quantization is None else quantization.is_float
-    return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
+    has_rows = not sizes.deterministic and sizes.max_tokens >= sizes.choices.rounded_rows
+    return is_declared and takes_packed(dtype) and has_rows
 
 
 def check_quantization(quantization: Quantization, config: DecoderConfig, dtype: torch.dtype) -> None:
@@ -242,6 +257,7 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),
         "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
+        "several residual streams": config.streams is not None,
         "heads of several sizes or shared keys without norms of values": not config.norms_values
         and (config.full_heads is not None or config.num_shared_layers > 0),
         "inputs of layers without GELU": config.layer_input_size > 0 and config.activation != "gelu_tanh",

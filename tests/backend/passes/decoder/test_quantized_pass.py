@@ -15,6 +15,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
@@ -51,7 +52,7 @@ def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtyp
     config = read_decoder_config(model_dir)
     with open_quantized(model_dir, config, quantization) as weights:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, quantization=quantization)
+        return CpuDecoderPass(config, weights, ops, Dtype.of(dtype), max_running=32, quantization=quantization)
 
 
 @cache
@@ -109,6 +110,7 @@ CASES = [
     ("qwen3-moe", torch.float32),
     ("qwen2-moe", torch.bfloat16),
     ("gpt-oss", torch.float32),
+    ("gemma3n", torch.float32),
     ("gemma4-e", torch.float32),
     ("gemma4-moe", torch.float32),
     ("qwen3.5", torch.float32),
@@ -116,8 +118,8 @@ CASES = [
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
 a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
-biases of experts; with inputs of layers and shared keys; with experts beside the MLP; with delta rules, of one with
-rows in another order."""
+biases of experts; with several residual streams; with inputs of layers and shared keys; with experts beside the MLP;
+with delta rules, of one with rows in another order."""
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, DecoderConfig, NormKind, QkNormScope
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from tests.backend.passes.conftest import MakeOps
 from tests.backend.passes.cpu import test_attention as attention
@@ -36,6 +37,7 @@ from tests.backend.passes.cpu.ops_harness import (
 )
 from tests.backend.passes.cpu.test_tiles import VALUES, bits_of, multiply, random_bf16
 from tests.backend.passes.decoder import test_decoder_pass as passes
+from tests.backend.passes.decoder import test_hybrid as hybrid
 from tests.backend.passes.decoder import test_scored_prompts as scored_prompts
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles for every ARM path
@@ -57,7 +59,13 @@ def make_ops(kernels: RemoteKernels) -> Iterator[MakeOps]:
     def make(config: DecoderConfig, dtype: torch.dtype = FP32, num_threads: int = 2) -> NativeOps:
         library: Any = kernels
         return NativeOps(
-            library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6, uses_tiles=False
+            library,
+            config,
+            Dtype.of(dtype),
+            max_batch_tokens=8,
+            num_threads=num_threads,
+            spin_s=20e-6,
+            uses_tiles=False,
         )
 
     yield make
@@ -68,7 +76,7 @@ def test_emulated_cpu_refuses_instructions_that_it_lacks(monkeypatch: pytest.Mon
     """So the other tests show that "neon" has none but those of ARMv8.0."""
     driver = start_driver("neon_bf16", monkeypatch, cpu=CPUS["neon"])
     library: Any = RemoteKernels(driver)
-    ops = NativeOps(library, BASE, BF16, max_batch_tokens=8, num_threads=1, spin_s=0.0, uses_tiles=False)
+    ops = NativeOps(library, BASE, Dtype.BF16, max_batch_tokens=8, num_threads=1, spin_s=0.0, uses_tiles=False)
     harness = OpsHarness(ops)
     harness.begin(1)
     linear = ops.pack_linear(randn(100, BASE.hidden_size, dtype=BF16), None)
@@ -283,6 +291,11 @@ def test_each_product_is_one_chain_of_fused_additions(values: str, make_ops: Mak
 
 def test_64_greedy_tokens_equal_those_of_transformers(make_ops: MakeOps) -> None:
     passes.check_64_greedy_tokens("qwen3", make_ops)
+
+
+def test_layers_with_a_delta_rule_equal_those_of_transformers(make_ops: MakeOps) -> None:
+    passes.test_logits_on_every_path_equal_those_of_transformers("qwen3.5", make_ops)
+    hybrid.test_logits_are_the_same_bits_in_any_chunks_and_slots("qwen3.5-vision", BF16, make_ops)
 
 
 def test_prompts_are_scored_as_by_transformers(make_ops: MakeOps) -> None:
