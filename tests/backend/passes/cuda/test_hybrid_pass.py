@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
@@ -29,9 +30,9 @@ def test_logits_are_the_same_bits_in_any_chunks_and_slots(architecture: str) -> 
     prompt, *others = prompts((45, 1, 30), seed=4)
     expected = run_prompts(make_deterministic(architecture), [prompt])[0]
     driver = make_deterministic(architecture)
-    for layer in driver.forward_pass._ops.delta_net._layers:
-        layer.states.fill_(float("nan"))
-        layer.inputs.fill_(float("nan"))
+    with torch.inference_mode():
+        for part in driver.forward_pass._ops.delta_net.states:
+            part.fill_(float("nan"))
     first, *_ = rows = [driver.add(tokens) for tokens in (prompt, *others)]
     driver.step([(first, 20), (rows[2], 3)])
     driver.remove(first)
@@ -47,9 +48,8 @@ def test_logits_are_the_same_bits_in_any_chunks_and_slots(architecture: str) -> 
 def test_states_have_the_announced_bytes_and_pages_only_layers_with_attention() -> None:
     made = make_driver("qwen3.5").forward_pass
     on_cpu = CpuDecoderPass.describe(checkpoint("qwen3.5"), options())
-    layers = made._ops.delta_net._layers
-    num_bytes = sum(state.nbytes for layer in layers for state in (layer.states, layer.inputs))
-    assert num_bytes == len(layers[0].states) * made.spec.state_bytes_per_sequence
+    states = made._ops.delta_net.states
+    assert sum(part.nbytes for part in states) == len(states[0]) * made.spec.state_bytes_per_sequence
     assert made.spec.state_bytes_per_sequence == on_cpu.state_bytes_per_sequence
     assert made.spec.kv_bytes_per_token == {**on_cpu.kv_bytes_per_token, "fp8": on_cpu.kv_bytes_per_token["bf16"] // 2}
     assert not made.spec.verifies_drafts
