@@ -66,6 +66,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part = TEXT_PARTS.get(architecture)
+    num_picture_layers = _num_picture_layers(values, part)
     values, family = (values, FAMILIES[architecture]) if part is None else _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
@@ -76,6 +77,14 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     variations = family.variations(config, num_kv_heads, head_dim)
     _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
     rope, context_tokens = _rope(config, family, full_head_dim, max_context_tokens)
+    if part is not None and part.axes is not None:
+        section = _rope_settings(config, family).mrope_section
+        rope = replace(rope, axes=part.axes.of_pairs(section, rope.rotary_dim // 2))
+    if num_picture_layers >= config.num_hidden_layers:
+        raise StartupError(
+            f"deepstack_visual_indexes of vision_config has {num_picture_layers} entries; "
+            f"a model of {config.num_hidden_layers} layers supports up to {config.num_hidden_layers - 1}"
+        )
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
@@ -117,6 +126,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
+        picture_layers=num_picture_layers,
         **variations,
     )
 
@@ -149,6 +159,14 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
         key: values[key] for key in ("quantization_config", "quantization", "tie_word_embeddings") if key in values
     }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
+
+
+def _num_picture_layers(values: dict[str, Any], part: TextPart | None) -> int:
+    vision = values.get("vision_config")
+    if part is None or not part.picture_layers or not isinstance(vision, dict):
+        return 0
+    indexes = vision.get("deepstack_visual_indexes")
+    return len(indexes) if isinstance(indexes, list) else part.picture_layers
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:

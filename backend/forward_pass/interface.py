@@ -75,6 +75,11 @@ class PassSpec:
     """The most pixels of one picture, for a pass that is IEncodesPictures; 0 if it takes none."""
     picture_bytes: int = 0
     """The part of weight_bytes and workspace_bytes that pictures take: the tower, its activations, embeddings."""
+    picture_layers: int = 0
+    """First layers behind which pictures add to the residual stream. Each row that the tower gives for a picture is then
+    1 + picture_layers rows of embedding_size, back to back: the embedding, and what these layers add."""
+    has_picture_axes: bool = False
+    """Tokens of pictures have positions on three axes, see `StepBatch.rope_positions`."""
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
     alone. Never with state_bytes_per_sequence, because a state does not go back."""

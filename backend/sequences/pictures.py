@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import isqrt
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,6 +53,10 @@ class _Run(NamedTuple):
     key: PictureKey
     offset: int
     """The picture's row of the first token."""
+    position: int
+    """Its first position, see `SequencePictures.rope_positions`."""
+    cells: tuple[int, int]
+    """Rows and columns of tokens in the picture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,14 @@ class SequencePictures:
         """The spans ascend, also from picture to picture."""
         self._cache = cache
         self._runs: list[_Run] = []
+        self.rope_offset = 0
+        """What is added to the places of tokens behind all pictures to get their `rope_positions`."""
         for picture in pictures:
-            offset = 0
+            offset, cells = 0, _cells(picture)
             for first, count in picture.spans:
-                self._runs.append(_Run(first, first + count, (salt, picture.digest), offset))
+                position = first + self.rope_offset
+                self._runs.append(_Run(first, first + count, (salt, picture.digest), offset, position, cells))
+                self.rope_offset += max(cells) - count
                 offset += count
         self._ends = [run.end for run in self._runs]
 
@@ -110,6 +119,23 @@ class SequencePictures:
             needed.add(run.key)
         return needed
 
+    def rope_positions(self, first: int, end: int) -> NDArray[np.int32]:
+        """`StepBatch.rope_positions` of tokens from first to end, for models with has_picture_axes.
+
+        Rows and columns of a picture count from the position behind the text before it; the text behind it goes on
+        after the largest of them.
+        """
+        tokens = np.arange(first, end, dtype=np.int32)
+        positions = np.repeat(tokens[:, None], 3, axis=1)
+        for run in self._runs:
+            start, stop = max(run.first - first, 0), max(run.end - first, 0)
+            places = tokens[start:stop] - run.first
+            positions[start:stop] = run.position
+            positions[start:stop, 1] += places // run.cells[1]
+            positions[start:stop, 2] += places % run.cells[1]
+            positions[stop:] = tokens[stop:, None] + (run.position + max(run.cells) - run.end)
+        return positions
+
     def rows_of(self, first: int, end: int) -> list[tuple[int, HostRows]]:
         """(token, embeddings from there on) of the pictures' tokens from first to end, which are ready."""
         found = []
@@ -120,6 +146,13 @@ class SequencePictures:
             rows = self._cache.use(run.key)[run.offset + start - run.first : run.offset + stop - run.first]
             found.append((start, HostRows(rows)))
         return found
+
+
+def _cells(picture: Picture) -> tuple[int, int]:
+    """A token is a square of patches; for models that use no positions of it, any numbers."""
+    _, rows, columns = picture.grid
+    side = max(1, isqrt(rows * columns // picture.num_tokens))
+    return rows // side, columns // side
 
 
 def without_picture_ids(tokens: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -35,8 +35,9 @@ class Family:
     """Also what a template writes for a picture."""
     expand: Callable[[Outputs, Any, Mapping[str, Any], str], Expansion]
     """Arguments: outputs, image processor, settings of the processor's file, image token."""
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
-    """More arguments of the image processor, by the settings of the processor's file."""
+    arguments: Callable[[Mapping[str, Any], Any, int], dict[str, Any]] = lambda _, __, ___: {}
+    """More arguments of the image processor. Arguments: settings of the processor's file, image processor, the most
+    bytes of pixels."""
     depends_on_others: bool = False
     """A picture alone in a chat is processed differently."""
 
@@ -119,12 +120,20 @@ def _best_resolution(height: int, width: int, candidates: list[list[int]]) -> tu
     return best[0], best[1]
 
 
-def _with_rows(_: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen_size(_: Mapping[str, Any], processor: Any, max_bytes: int) -> dict[str, Any]:
+    """The model's limits of a picture's pixels, lowered to the server's."""
+    longest = min(processor.size["longest_edge"], max_bytes // (3 * processor.temporal_patch_size))
+    return {"size": {"longest_edge": longest, "shortest_edge": min(processor.size["shortest_edge"], longest)}}
+
+
+def _with_rows(*_: Any) -> dict[str, Any]:
     return {"return_row_col_info": True}
 
 
-_PIXTRAL = Family("pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings: {"patch_size": _cell(settings)})
-_QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen)
+_PIXTRAL = Family(
+    "pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings, *_: {"patch_size": _cell(settings)}
+)
+_QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen, arguments=_qwen_size)
 
 FAMILIES = {
     "idefics3": Family("idefics3", "Idefics3", "<image>", _tiled, arguments=_with_rows),
@@ -135,7 +144,7 @@ FAMILIES = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda _: {"crop_to_patches": True}),
+    "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda *_: {"crop_to_patches": True}),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "llava": Family("clip", "CLIP", "<image>", _llava),

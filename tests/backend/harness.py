@@ -245,6 +245,7 @@ class Bench(EngineRig):
             keeps_state=spec.state_bytes_per_sequence > 0,
             kv_windows=spec.kv_windows,
             drafting=drafting,
+            has_picture_axes=spec.has_picture_axes,
         )
         if sizes.num_pages:
             self.forward_pass.create_cache(num_pages, page_size, "fp32")

@@ -36,6 +36,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     scale: PositionScale | None = None
     """Not allowed with a rotary_dim below head_dim: the numbers that do not rotate would not be multiplied."""
+    axes: tuple[int, ...] = ()
+    """Which of a token's three positions (`StepBatch.rope_positions`) turns each pair; empty: its place turns all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,9 @@ class DecoderConfig:
     """Each layer adds an input of its own, of this size, that depends on the token (Gemma 3n); 0 for none."""
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
+    picture_layers: int = 0
+    """The first layers behind which pictures add rows of their own to the residual stream (arXiv 2406.04334); fewer than
+    all."""
 
     @property
     def has_own_lm_head(self) -> bool:

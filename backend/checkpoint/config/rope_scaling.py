@@ -7,6 +7,7 @@ and at position 100,000 the last bit of fp32 changes a phase by 0.01.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 _Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
+_Section = Annotated[int, Meta(ge=0, le=512)]
 _Factors = Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=4096)]
 
 
@@ -45,6 +47,7 @@ class RopeSettings(Struct, frozen=True):
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
     mixed_b: float | None = None
+    mrope_section: tuple[_Section, _Section, _Section] | None = None
 
     @property
     def kind(self) -> str:
@@ -54,6 +57,26 @@ class RopeSettings(Struct, frozen=True):
         """
         kind = self.rope_type or self.type or "default"
         return {"su": "longrope", "mrope": "default"}.get(kind, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAxes:
+    """How a model's pairs are divided among the three positions of a token: frame, row and column of a picture."""
+
+    sections: tuple[int, int, int]
+    """Pairs of each axis, where the file has no mrope_section."""
+    take_turns: bool
+    """Pairs 3 i + 1 and 3 i + 2 turn by row and column, as many as these have. Otherwise the sections follow each
+    other."""
+
+    def of_pairs(self, given: tuple[int, int, int] | None, num_pairs: int) -> tuple[int, ...]:
+        """The axis of each pair. Raises StartupError."""
+        sections = given or self.sections
+        if sum(sections) != num_pairs:
+            raise StartupError(f"mrope_section is {list(sections)}; its sum must be {num_pairs}, half of what rotates")
+        if not self.take_turns:
+            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+        return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in range(num_pairs))
 
 
 def compute_rope(

@@ -132,5 +132,5 @@ def make_picture_desk(
     """None for a model that takes no pictures."""
     if thread is None or not isinstance(scheduler, Scheduler):
         return None
-    row_bytes = 4 * spec.embedding_size
+    row_bytes = 4 * spec.embedding_size * (1 + spec.picture_layers)
     return PictureDesk(thread, PictureCache(PICTURE_CACHE_BYTES), row_bytes, scheduler.pictures, delivery)

@@ -47,9 +47,17 @@ class BatchBuilder:
     """Keeps the page table of all slots between steps: a step writes only the pages that it adds."""
 
     def __init__(
-        self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1, *, has_adapters: bool = False
+        self,
+        max_running: int,
+        max_pages_per_sequence: int,
+        num_groups: int = 1,
+        *,
+        has_adapters: bool = False,
+        has_picture_axes: bool = False,
     ) -> None:
         """max_pages_per_sequence counts the pages of all groups."""
+        self._rope_offsets = np.zeros(max_running, np.int32) if has_picture_axes else None
+        """By slot, `SequencePictures.rope_offset`."""
         self._adapters = np.full(max_running, NO_ADAPTER, np.int32) if has_adapters else None
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_groups = num_groups
@@ -64,6 +72,8 @@ class BatchBuilder:
             self._add_pages(sequence)
             if self._adapters is not None:
                 self._adapters[sequence.slot] = sequence.adapter
+            if self._rope_offsets is not None:
+                self._rope_offsets[sequence.slot] = 0 if sequence.pictures is None else sequence.pictures.rope_offset
         for sequence in plan.grown:
             self._add_pages(sequence)
         if plan.num_decodes == len(plan):
@@ -89,10 +99,11 @@ class BatchBuilder:
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
                 rows = SharedPromptRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
                 embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
+        context_lens = _column(plan.ends) + num_drafts - lengths
         return StepBatch(
             input_ids=without_picture_ids(input_ids) if embeddings else input_ids,
             query_starts=query_starts,
-            context_lens=_column(plan.ends) + num_drafts - lengths,
+            context_lens=context_lens,
             page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=_column(plan.logit_rows),
@@ -102,6 +113,7 @@ class BatchBuilder:
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+            rope_positions=self._rope_positions(plan, slots, query_starts, context_lens),
             adapters=self._adapters_of(slots),
             drafts=num_drafts[plan.logit_rows] if drafts else None,
         )
@@ -109,17 +121,37 @@ class BatchBuilder:
     def _build_decodes(self, plan: Plan) -> StepBatch:
         """`build` for the most frequent plan: each row computes one generated token."""
         slots, num_rows = _column(plan.slots), len(plan)
+        query_starts, context_lens = self._counting[: num_rows + 1].copy(), _column(plan.ends) - np.int32(1)
         return StepBatch(
             input_ids=self._from_slot[:num_rows].copy(),
-            query_starts=self._counting[: num_rows + 1].copy(),
-            context_lens=_column(plan.ends) - np.int32(1),
+            query_starts=query_starts,
+            context_lens=context_lens,
             page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            rope_positions=self._rope_positions(plan, slots, query_starts, context_lens),
             adapters=self._adapters_of(slots),
         )
+
+    def _rope_positions(
+        self,
+        plan: Plan,
+        slots: NDArray[np.int32],
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+    ) -> NDArray[np.int32] | None:
+        if self._rope_offsets is None or all(sequence.pictures is None for sequence in plan.sequences):
+            return None
+        firsts = context_lens + self._rope_offsets[slots] - query_starts[:-1]
+        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(firsts, np.diff(query_starts))
+        positions = np.repeat(places[:, None], 3, axis=1)
+        for index in range(plan.num_decodes, len(plan)):  # the others are behind their pictures
+            if (pictures := plan.sequences[index].pictures) is not None:
+                start, end, first = query_starts[index], query_starts[index + 1], int(context_lens[index])
+                positions[start:end] = pictures.rope_positions(first, first + int(end - start))
+        return positions
 
     def _adapters_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
         return None if self._adapters is None else _unless_none(self._adapters[slots])
@@ -211,6 +243,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         ),
         scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
         pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+        rope_positions=None if batch.rope_positions is None else batch.rope_positions[token_kept],
         adapters=None if batch.adapters is None else _unless_none(batch.adapters[rows]),
         drafts=batch.drafts[is_kept] if batch.drafts is not None and plan.drafts else None,
     )

@@ -40,7 +40,7 @@ from penstock.backend.passes.cpu.weight_memory.native_weights import (
     PackedLinear,
     WeightPacker,
 )
-from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.prompt_embeddings import add_picture_rows, place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class _Program:
 
     operations: ctypes.Array[Operation]
     address: int
+    picture_ends: list[int]
+    """The ends of the operations before embeddings are placed, and before pictures are added behind each layer."""
     logits: NDArray[np.float32]
     """All of the buffer. Views of it cost less in each step than views of a tensor."""
 
@@ -129,6 +131,7 @@ class NativeOps:
         self._kv = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
+        self._picture_ends: list[int] = []
         self._programs: dict[bool, _Program] = {}
         """For a step with logits and for one without."""
         self._logits_program: list[Operation] = []
@@ -219,7 +222,12 @@ class NativeOps:
             *(*verified, *scored, *adapters),
         )
         self._place_arrays(arrays)
-        rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
+        rows.has_turns = batch.rope_positions is not None
+        if batch.rope_positions is None:
+            self._turns = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens)
+        else:
+            self._turns = self._rope_table.of_tokens(batch.rope_positions)
+        rows.rope = self._turns.data_ptr()
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
         rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
         num_logits += rows.num_verified
@@ -241,16 +249,17 @@ class NativeOps:
             self._reserve((self._logits,), step.num_logits)
         program = self._programs.get(needs_logits)
         if program is None:
+            self._picture_ends = []
             operations = self._record(partial(forward, step, needs_logits=needs_logits))
             array = (Operation * len(operations))(*operations)
-            program = _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
+            program = _Program(array, ctypes.addressof(array), self._picture_ends, self._logits.rows.numpy())
             self._programs[needs_logits] = program
-        if step.embeddings:  # they replace rows of the first operation's result
-            self._run(program, 0, 1)
-            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
-            self._run(program, 1, len(program.operations))
-        else:
-            self._run(program, 0, len(program.operations))
+        done = 0
+        for index, end in enumerate(program.picture_ends if step.embeddings else ()):
+            self._run(program, done, end)
+            self._put_embeddings(index, step)
+            done = end
+        self._run(program, done, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
 
     def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:
@@ -290,9 +299,25 @@ class NativeOps:
 
     def embed(self, table: EmbeddingTable, step: _Step) -> int:
         out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
-        if self._recording is None:
-            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
+        self._end_before_embeddings(0, step)
         return out
+
+    def add_pictures(self, index: int, residual: int, step: _Step) -> None:  # noqa: ARG002 - there is only one buffer
+        self._end_before_embeddings(1 + index, step)
+
+    def _end_before_embeddings(self, index: int, step: _Step) -> None:
+        if self._recording is None:
+            self._put_embeddings(index, step)
+        else:
+            self._picture_ends.append(len(self._recording))
+
+    def _put_embeddings(self, index: int, step: _Step) -> None:
+        """index: 0 for the embeddings, 1 + n for what pictures add behind layer n."""
+        residual = self._residual.rows.numpy()
+        if index == 0:
+            place_embeddings(residual, step.embeddings, self._scales.given_embeddings)
+        else:
+            add_picture_rows(residual, step.embeddings, index - 1)
 
     def norm(self, residual: int, weight: Tensor | None) -> int:
         address = None if weight is None else weight.data_ptr()

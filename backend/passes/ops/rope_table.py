@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import RopeConfig
@@ -25,6 +27,14 @@ class RopeTable:
         """Where the numbers of each rope begin in a row, and where the last end."""
         self.rows = torch.empty(0, sum(rope.rotary_dim for rope in ropes), dtype=torch.float32)
         self._num_positions = 0
+        axes = [(rope.axes or (0,) * (rope.rotary_dim // 2)) * 2 for rope in ropes]
+        self._axes = torch.tensor([axis for own in axes for axis in own], dtype=torch.int64)
+        self._columns = torch.arange(len(self._axes))
+
+    def of_tokens(self, rope_positions: NDArray[np.int32]) -> Tensor:
+        """Rows for `StepBatch.rope_positions`, [T, sum of rotary_dim]."""
+        positions = torch.from_numpy(rope_positions.astype(np.int64))
+        return self.cover(int(rope_positions.max()) + 1)[positions[:, self._axes], self._columns]
 
     def cover(self, num_positions: int) -> Tensor:
         """Return the table with at least num_positions rows. Tables returned earlier stay valid."""

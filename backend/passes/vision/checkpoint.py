@@ -22,8 +22,9 @@ logger = logging.getLogger("penstock.backend")
 _TEXT_PARTS = ("language_model", "text_model")
 
 
-def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | None:
-    """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
+def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> VisionFamily | None:
+    """None for a model without a vision part, and for one whose pictures the device does not take. says_why: log the
+    reason."""
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
     if not isinstance(values.get("vision_config"), dict):
@@ -32,6 +33,8 @@ def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | No
     family = FAMILIES.get(architecture)
     if family is None:
         reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
+    elif family.has_axes and device != "cpu":
+        family, reason = None, "the kernels for GPUs have no positions on three axes"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
     if family is None and says_why:

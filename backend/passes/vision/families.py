@@ -1,6 +1,7 @@
 """The architectures whose pictures are taken: how pixels become embeddings.
 
-Their image tokens are ordinary tokens of the text model: each attends to those before it, at the next position.
+Their image tokens are ordinary tokens of the text model: each attends to those before it, at the next position, or with
+has_axes at positions on three axes.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.backend.passes.vision import qwen
+
 Grid: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """config and model are transformers'. Pixels of a picture are [tiles, 3, height, width]."""
+    """config and model are transformers'. Pixels of a picture are [tiles, 3, height, width]; of patches that the image
+    processor flattens, which are its tiles, [patches, 3, values, 1]."""
 
     count: Callable[[Any, tuple[int, int, int], Grid], int]
     """(model, (tiles, height, width), grid) → number of embeddings. Raises ValueError."""
     encode: Callable[[Any, Tensor, Grid], Tensor]
     """(model, normalised pixels, grid) → embeddings [tokens, hidden]."""
-    max_tiles: Callable[[Any, dict[str, Any]], int]
-    """(config, the image processor's settings) → the most tiles of image_size² of one picture."""
+    limits: Callable[[Any, dict[str, Any]], tuple[int, int]]
+    """(config, the image processor's settings) → the most bytes of one picture's pixels, and the most patches that a
+    layer of the tower has at a time."""
     mean_and_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
     """Of the processor's class, for files that leave them out."""
+    has_axes: bool = False
+    """Image tokens have positions on three axes."""
 
 
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -41,6 +48,15 @@ def image_size(config: Any) -> int:
 def patch_size(config: Any) -> int:
     size = config.vision_config.patch_size
     return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _in_tiles(max_tiles: Callable[[Any, dict[str, Any]], int]) -> Callable[[Any, dict[str, Any]], tuple[int, int]]:
+    """Limits of a tower that encodes squares of image_size, one at a time. max_tiles: the most of one picture."""
+
+    def limits(config: Any, processor: dict[str, Any]) -> tuple[int, int]:
+        return max_tiles(config, processor) * 3 * image_size(config) ** 2, _side(config) ** 2
+
+    return limits
 
 
 def _check_tiles(config: Any, tiles: tuple[int, int, int]) -> None:
@@ -176,27 +192,30 @@ def _one_tile(_: Any, __: dict[str, Any]) -> int:
     return 1
 
 
-_IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _max_tiles_idefics3)
+_IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _in_tiles(_max_tiles_idefics3))
+_QWEN = VisionFamily(qwen.count, qwen.encode, qwen.limits, _CLIP, has_axes=True)
 FAMILIES = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "InternVLForConditionalGeneration": VisionFamily(
         _count_internvl,
         _encode_internvl,
-        _max_tiles_internvl,
+        _in_tiles(_max_tiles_internvl),
         ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ),
-    "LlavaForConditionalGeneration": VisionFamily(_count_llava, _encode_llava, _one_tile, _CLIP),
+    "LlavaForConditionalGeneration": VisionFamily(_count_llava, _encode_llava, _in_tiles(_one_tile), _CLIP),
     "LlavaOnevisionForConditionalGeneration": VisionFamily(
-        _count_onevision, _encode_onevision, _max_tiles_onevision, _CLIP
+        _count_onevision, _encode_onevision, _in_tiles(_max_tiles_onevision), _CLIP
     ),
-    "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _one_tile, _CLIP),
+    "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _in_tiles(_one_tile), _CLIP),
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
 }
 UNSUPPORTED = {
     "Gemma3ForConditionalGeneration": "its image tokens attend to each other both ways",
-    "Qwen2VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen2_5_VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen3VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen3VLMoeForConditionalGeneration": "its image tokens have positions on three axes",
 }
 """Architecture → why only its text model is served."""

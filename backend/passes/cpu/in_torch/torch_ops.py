@@ -23,7 +23,7 @@ from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
 from penstock.backend.passes.ops.interface import HeadShape, round_scale
-from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.prompt_embeddings import add_picture_rows, place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
 
@@ -176,7 +176,10 @@ class TorchOps:
         paged = self.cache.begin_step(batch)
         self.adapters.begin_step(batch)
         positions = paged[0].positions
-        turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
+        if batch.rope_positions is None:
+            turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
+        else:
+            turns = self._rope_table.of_tokens(batch.rope_positions)
         of_ropes = torch.split(turns, [rope.rotary_dim for rope in self._config.ropes], dim=1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
@@ -194,6 +197,9 @@ class TorchOps:
             residual.mul_(self._embedding_scale)
         place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
         return residual
+
+    def add_pictures(self, index: int, residual: Tensor, step: TorchStep) -> None:
+        add_picture_rows(residual.numpy(), step.embeddings, index)
 
     def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)

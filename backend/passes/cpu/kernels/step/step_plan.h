@@ -61,6 +61,7 @@ struct StepRows {  // mirrored by native_structs.py
     i64 num_verified;
     i64 num_scored;
     i64 has_adapters;
+    i64 has_turns;  // rope has a row for each token, not for each position
 };
 
 // Adds ascending tokens to the last ones of the rows, and tiles of those that are consecutive tokens of a row.
@@ -126,6 +127,7 @@ inline void plan_step(Engine& engine, const StepRows& given) {
     const i64 size = engine.shape.page_size;
     step.input_ids = given.arrays;
     step.rope = given.rope;
+    step.has_turns = given.has_turns;
     step.num_tokens = given.num_tokens;
     step.is_narrowed = false;
     step.positions.resize(step.num_tokens);

@@ -1,0 +1,173 @@
+"""Qwen's pictures against transformers: positions on three axes, and features that the first layers add."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from penstock.backend.engine.pictures.desk import PictureDesk
+from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.sequences.pictures import PictureCache, SequencePictures
+from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
+from tests.backend.engine.test_pictures import Pixels, SteppedTower
+from tests.backend.engine.test_speculation import Eager
+from tests.backend.harness import Bench
+from tests.presets import COMMON, PRESETS
+
+IMAGE_TOKEN, NUM_TOKENS, PATCH_VALUES = 250, 6, 3 * 2 * 4 * 4
+MEAN, STD = (0.4, 0.5, 0.6), (0.25, 0.3, 0.2)
+_TOWER = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN3 = _TOWER | {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2-vl": _TOWER | {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2.5-vl": _TOWER
+    | {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "qwen3-vl": _QWEN3 | {"deepstack_visual_indexes": [0, 2]},
+    "qwen3-vl-moe": _QWEN3 | {"deepstack_visual_indexes": [1]},
+    "qwen3.5-vision": _QWEN3,
+    "qwen3.5-moe-vision": _QWEN3,
+}
+GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
+
+
+def make_oracle(name: str, out_dir: Path) -> Any:
+    """A random model, saved with the processor's settings."""
+    preset = PRESETS[name]
+    assert preset.text_config is not None
+    text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
+    config = getattr(transformers, preset.config)(
+        text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
+        vision_config=dict(TOWERS[name]),
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(5)
+    oracle = getattr(transformers, preset.model)(config)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            noise = torch.randn(parameter.shape)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name and name.endswith("weight") else 0.15 * noise)
+    oracle.eval().save_pretrained(out_dir)
+    (out_dir / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": MEAN, "image_std": STD, "min_pixels": 64, "max_pixels": 64 * 40})
+    )
+    return oracle
+
+
+def oracle_inputs(tokens: list[int], pixels: list[NDArray[np.uint8]]) -> dict[str, Any]:
+    mean, std = (torch.tensor(values).reshape(3, 1) for values in (MEAN, STD))
+    patches = [
+        ((torch.from_numpy(each).float().view(len(each), 3, -1) / 255 - mean) / std).flatten(1) for each in pixels
+    ]
+    ids = torch.tensor([tokens])
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor(GRIDS[: len(pixels)]),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).int(),
+    }
+
+
+class Prompt:
+    """Text, and pictures of all grids between."""
+
+    def __init__(self, memory: Pixels) -> None:
+        generator = np.random.default_rng(3)
+        self.tokens, self.words = [3, 7, 11], [3, 7, 11]
+        self.pixels = [generator.integers(0, 256, (r * c, PATCH_VALUES), np.uint8) for _, r, c in GRIDS]
+        pictures = []
+        for index, (pixels, grid) in enumerate(zip(self.pixels, GRIDS, strict=True)):
+            count = len(pixels) // 4
+            digest = picture_digest(pixels.shape, grid, pixels.tobytes())
+            spans = ((len(self.tokens), count),)
+            pictures.append(Picture(spans, digest, pixels.shape, grid, memory.store(pixels.tobytes())))
+            self.tokens += [*picture_token_ids(digest, count), 20 + index, 21, 20]
+            self.words += [*[IMAGE_TOKEN] * count, 20 + index, 21, 20]
+        self.pictures = tuple(pictures)
+
+
+class QwenBench(Bench):
+    def __init__(self, directory: Path, cpu_path: str = "auto", **options: Any) -> None:
+        self.memory = Pixels()
+        passed = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16, cpu_path=cpu_path)
+        self.described = DecoderPass.describe(directory, passed)
+        self.served: Any = DecoderPass.load(directory, passed)
+        self.tower = SteppedTower(self.served.picture_tower)
+        self.served._spec = replace(self.served.spec, max_picture_bytes=self.described.max_picture_bytes)
+        row_bytes = 4 * 64 * (1 + self.served.spec.picture_layers)
+        super().__init__(
+            forward_pass=self.served,
+            max_running=4,
+            vocab_size=256,
+            make_pictures=lambda scheduler, delivery: PictureDesk(
+                self.tower, PictureCache(1 << 20), row_bytes, scheduler.pictures, delivery
+            ),
+            **options,
+        )
+
+    def ask(self, prompt: Prompt, request_id: int) -> None:
+        sampling = Sampling(temperature=0.0, num_logprobs=5)
+        self.submit(prompt.tokens, NUM_TOKENS, request_id=request_id, pictures=prompt.pictures, sampling=sampling)
+        self.link.arrivals[-1] = replace(self.link.arrivals[-1], read_pixels=self.memory.read)
+
+    def run(self) -> None:
+        while not self.is_idle:
+            self.turn()
+            self.tower.finish()
+
+    def close(self) -> None:
+        self.tower.thread.close()
+        super().close()
+        self.served.close()
+
+
+def check(bench: QwenBench, request_id: int, oracle: Any, prompt: Prompt) -> None:
+    received = bench.received(request_id)
+    assert received.finishes == [Finish.LENGTH], received.failure
+    words = list(prompt.words)
+    for token, entry in zip(received.token_ids, received.logprobs, strict=True):
+        with torch.inference_mode():
+            logits = oracle(**oracle_inputs(words, prompt.pixels)).logits[0, -1]
+        expected = torch.log_softmax(logits.float(), -1)
+        assert token == int(expected.argmax())
+        assert entry is not None
+        np.testing.assert_allclose(entry.top_logprobs, expected[list(entry.top_ids)], atol=2e-4)
+        words.append(token)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_log_probabilities_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
+    oracle = make_oracle(name, tmp_path)
+    bench = QwenBench(tmp_path, max_batch_tokens=chunk)
+    prompt = Prompt(bench.memory)
+    bench.submit([9, 8, 7, 6], 30, request_id=1)
+    bench.ask(prompt, 0)
+    bench.run()
+    check(bench, 0, oracle, prompt)
+    bench.ask(prompt, 2)
+    bench.run()
+    check(bench, 2, oracle, prompt)
+    bench.close()
