@@ -76,8 +76,8 @@ class PassSpec:
     picture_bytes: int = 0
     """The part of weight_bytes and workspace_bytes that pictures take: the tower, its activations, embeddings."""
     picture_layers: int = 0
-    """First layers behind which pictures add to the residual stream. Each row that the tower gives for a picture is then
-    1 + picture_layers rows of embedding_size, back to back: the embedding, and what these layers add."""
+    """First layers behind which pictures add to the residual stream. A picture's token has 1 + picture_layers rows of
+    embedding_size, back to back: the embedding, and what is added behind each of these layers."""
     has_picture_axes: bool = False
     """Tokens of pictures have positions on three axes, see `StepBatch.rope_positions`."""
     verifies_drafts: bool = field(default=False, compare=False)

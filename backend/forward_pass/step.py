@@ -185,8 +185,8 @@ class StepBatch:
     pooled: PooledRows | None = None
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
     rope_positions: NDArray[np.int32] | None = None
-    """[T, 3] the positions by which rotary embeddings turn each token: frame, row and column of a picture's token, three
-    times the same for others. None if they are the tokens' positions in their sequences, which no position exceeds.
+    """[T, 3] the positions by which rotary embeddings turn each token: frame, row and column for a picture's token, or
+    three times the same. None if they are all the tokens' positions in their sequences; they never exceed these.
     Only for passes whose spec says has_picture_axes."""
     adapters: NDArray[np.int32] | None = None
     """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""

@@ -242,8 +242,7 @@ class DecoderConfig:
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
     picture_layers: int = 0
-    """The first layers behind which pictures add rows of their own to the residual stream (arXiv 2406.04334); fewer than
-    all."""
+    """The first layers, fewer than all, behind which pictures add to the residual stream (arXiv 2406.04334)."""
 
     @property
     def has_own_lm_head(self) -> bool:

@@ -72,11 +72,11 @@ class RopeAxes:
     def of_pairs(self, given: tuple[int, int, int] | None, num_pairs: int) -> tuple[int, ...]:
         """The axis of each pair. Raises StartupError."""
         sections = given or self.sections
+        if self.take_turns:
+            return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in range(num_pairs))
         if sum(sections) != num_pairs:
             raise StartupError(f"mrope_section is {list(sections)}; its sum must be {num_pairs}, half of what rotates")
-        if not self.take_turns:
-            return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-        return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in range(num_pairs))
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def compute_rope(

@@ -71,7 +71,7 @@ class VisionTower:
 
 def _in_tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Also of patches that the image processor flattens, by colour first."""
-    if len(shape) == 2 and shape[1] % _CHANNELS == 0:  # noqa: PLR2004
+    if len(shape) == 2 and shape[1] % _CHANNELS == 0:
         return shape[0], _CHANNELS, shape[1] // _CHANNELS, 1
     return shape
 

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
-from penstock.backend.sequences.pictures import PictureCache, SequencePictures
+from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
-from tests.backend.engine.test_speculation import Eager
 from tests.backend.harness import Bench
 from tests.presets import COMMON, PRESETS
 
@@ -158,8 +157,12 @@ def check(bench: QwenBench, request_id: int, oracle: Any, prompt: Prompt) -> Non
 
 
 @pytest.mark.parametrize("name", TOWERS)
-@pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_log_probabilities_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("chunk", "is_native"), [(1, True), (7, True), (16, False)])
+def test_log_probabilities_are_those_of_transformers(
+    name: str, chunk: int, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_native:
+        monkeypatch.setattr("penstock.backend.passes.decoder.cpu_pass.load_kernels", lambda *_: None)
     oracle = make_oracle(name, tmp_path)
     bench = QwenBench(tmp_path, max_batch_tokens=chunk)
     prompt = Prompt(bench.memory)
