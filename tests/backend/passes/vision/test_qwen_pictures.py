@@ -19,6 +19,7 @@ from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
+from tests.backend.engine.test_speculation import Eager
 from tests.backend.harness import Bench
 from tests.presets import COMMON, PRESETS
 
@@ -56,6 +57,8 @@ def make_oracle(name: str, out_dir: Path) -> Any:
     preset = PRESETS[name]
     assert preset.text_config is not None
     text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
+    if name.startswith("qwen3.5"):
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [3, 3, 2]}
     config = getattr(transformers, preset.config)(
         text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
         vision_config=dict(TOWERS[name]),
@@ -173,4 +176,28 @@ def test_log_probabilities_are_those_of_transformers(
     bench.ask(prompt, 2)
     bench.run()
     check(bench, 2, oracle, prompt)
+    bench.close()
+
+
+def test_preemption_drafts_and_shared_pages_keep_positions(tmp_path: Path) -> None:
+    """Few pages: sequences take them from each other, and begin again behind pages of the same pictures."""
+    oracle = make_oracle("qwen3-vl", tmp_path)
+    bench = QwenBench(tmp_path, max_batch_tokens=16, num_pages=26, drafting=Eager())
+    prompt = Prompt(bench.memory)
+    for request_id in range(3):
+        bench.submit([request_id, 8, 7, 6], 60, request_id=10 + request_id)
+        bench.ask(prompt, request_id)
+    bench.run()
+    for request_id in range(3):
+        check(bench, request_id, oracle, prompt)
+    assert any(bench.received(request_id).num_preemptions for request_id in (0, 1, 2, 10, 11, 12))
+    drafted = [batch for batch in bench.executor.batches if batch.drafts is not None]
+    assert any(batch.rope_positions is not None for batch in drafted)
+    for request_id in (3, 4):
+        bench.ask(prompt, request_id)
+        bench.run()
+        check(bench, request_id, oracle, prompt)
+    started = bench.received(4).started
+    assert started is not None
+    assert started.cached_tokens > 12
     bench.close()
