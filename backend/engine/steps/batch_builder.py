@@ -56,8 +56,7 @@ class BatchBuilder:
         has_picture_axes: bool = False,
     ) -> None:
         """max_pages_per_sequence counts the pages of all groups."""
-        self._rope_offsets = np.zeros(max_running, np.int32) if has_picture_axes else None
-        """By slot, `SequencePictures.rope_offset`."""
+        self._has_picture_axes = has_picture_axes
         self._adapters = np.full(max_running, NO_ADAPTER, np.int32) if has_adapters else None
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_groups = num_groups
@@ -72,8 +71,6 @@ class BatchBuilder:
             self._add_pages(sequence)
             if self._adapters is not None:
                 self._adapters[sequence.slot] = sequence.adapter
-            if self._rope_offsets is not None:
-                self._rope_offsets[sequence.slot] = 0 if sequence.pictures is None else sequence.pictures.rope_offset
         for sequence in plan.grown:
             self._add_pages(sequence)
         if plan.num_decodes == len(plan):
@@ -113,7 +110,7 @@ class BatchBuilder:
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
-            rope_positions=self._rope_positions(plan, slots, query_starts, context_lens),
+            rope_positions=self._rope_positions(plan, query_starts, context_lens),
             adapters=self._adapters_of(slots),
             drafts=num_drafts[plan.logit_rows] if drafts else None,
         )
@@ -131,26 +128,23 @@ class BatchBuilder:
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
-            rope_positions=self._rope_positions(plan, slots, query_starts, context_lens),
+            rope_positions=self._rope_positions(plan, query_starts, context_lens),
             adapters=self._adapters_of(slots),
         )
 
     def _rope_positions(
-        self,
-        plan: Plan,
-        slots: NDArray[np.int32],
-        query_starts: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
+        self, plan: Plan, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32]
     ) -> NDArray[np.int32] | None:
-        if self._rope_offsets is None or all(sequence.pictures is None for sequence in plan.sequences):
+        pictures = [sequence.pictures for sequence in plan.sequences]
+        if not self._has_picture_axes or not any(pictures):
             return None
-        firsts = context_lens + self._rope_offsets[slots] - query_starts[:-1]
-        places = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(firsts, np.diff(query_starts))
-        positions = np.repeat(places[:, None], 3, axis=1)
+        offsets = _column([0 if each is None else each.rope_offset for each in pictures])
+        firsts = np.repeat(context_lens + offsets - query_starts[:-1], np.diff(query_starts))
+        positions = np.repeat((firsts + np.arange(len(firsts), dtype=np.int32))[:, None], 3, axis=1)
         for index in range(plan.num_decodes, len(plan)):  # the others are behind their pictures
-            if (pictures := plan.sequences[index].pictures) is not None:
+            if (own := pictures[index]) is not None:
                 start, end, first = query_starts[index], query_starts[index + 1], int(context_lens[index])
-                positions[start:end] = pictures.rope_positions(first, first + int(end - start))
+                positions[start:end] = own.rope_positions(first, first + int(end - start))
         return positions
 
     def _adapters_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,12 @@ from numpy.typing import NDArray
 
 from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.vision import qwen
+from penstock.backend.passes.vision.families import FAMILIES
+from penstock.backend.passes.vision.pixels import Normalization
+from penstock.backend.passes.vision.tower import VisionTower
 from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
@@ -201,3 +207,33 @@ def test_preemption_drafts_and_shared_pages_keep_positions(tmp_path: Path) -> No
     assert started is not None
     assert started.cached_tokens > 12
     bench.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid"),
+    [
+        ((48, 96), (2, 4, 6)),
+        ((24, 96), (1, 3, 8)),
+        ((24, 96), (1, 6, 6)),
+        ((24, 192), (1, 4, 6)),
+        ((24, 95), (1, 4, 6)),
+    ],
+)
+def test_pixels_that_do_not_fit_the_grid_are_refused(shape: tuple[int, ...], grid: tuple[int, int, int]) -> None:
+    vision = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=[4, 4])
+    model: Any = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(vision_config=vision)
+    normalization = Normalization.read({}, FAMILIES["Qwen3VLForConditionalGeneration"])
+    tower = VisionTower(model, FAMILIES["Qwen3VLForConditionalGeneration"], normalization, 1 << 20)
+    assert tower.num_tokens((24, 96), (1, 4, 6)) == 6
+    with pytest.raises(ValueError, match=r"multiples of 2|takes \[tiles"):
+        tower.num_tokens(shape, grid)
+
+
+def test_no_picture_exceeds_what_is_kept_of_embeddings() -> None:
+    config = transformers.Qwen3VLConfig()
+    num_bytes, num_patches = qwen.limits(config, {"size": {"longest_edge": 1 << 24}})
+    row_bytes = 4 * config.text_config.hidden_size * 4
+    assert (num_patches // 4 + 1) * row_bytes > PICTURE_CACHE_BYTES >= num_patches // 4 * row_bytes
+    assert num_bytes == num_patches * 3 * 2 * 16**2
+    assert qwen.limits(config, {"max_pixels": 64 * 32**2})[1] == 256
