@@ -66,7 +66,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part = TEXT_PARTS.get(architecture)
-    num_picture_layers = _num_picture_layers(values, part)
+    vision = values.get("vision_config")
     values, family = (values, FAMILIES[architecture]) if part is None else _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
@@ -80,11 +80,6 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     if part is not None and part.axes is not None:
         section = _rope_settings(config, family).mrope_section
         rope = replace(rope, axes=part.axes.of_pairs(section, rope.rotary_dim // 2))
-    if num_picture_layers >= config.num_hidden_layers:
-        raise StartupError(
-            f"deepstack_visual_indexes of vision_config has {num_picture_layers} entries; "
-            f"a model of {config.num_hidden_layers} layers supports up to {config.num_hidden_layers - 1}"
-        )
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
@@ -126,7 +121,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
-        picture_layers=num_picture_layers,
+        picture_layers=_num_picture_layers(vision, part, config.num_hidden_layers),
         **variations,
     )
 
@@ -161,12 +156,17 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
 
 
-def _num_picture_layers(values: dict[str, Any], part: TextPart | None) -> int:
-    vision = values.get("vision_config")
+def _num_picture_layers(vision: object, part: TextPart | None, num_layers: int) -> int:
     if part is None or not part.picture_layers or not isinstance(vision, dict):
         return 0
     indexes = vision.get("deepstack_visual_indexes")
-    return len(indexes) if isinstance(indexes, list) else part.picture_layers
+    count = len(indexes) if isinstance(indexes, list) else part.picture_layers
+    if count >= num_layers:
+        raise StartupError(
+            f"deepstack_visual_indexes of vision_config has {count} entries; "
+            f"a model of {num_layers} layers supports up to {num_layers - 1}"
+        )
+    return count
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:

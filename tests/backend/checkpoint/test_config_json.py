@@ -279,6 +279,21 @@ def test_text_model_that_is_not_supported_is_refused(change: dict[str, Any], mes
         parse_decoder_config({"architectures": ["Mistral3ForConditionalGeneration"]} | change)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("Qwen3VL", {"vision_config": {"deepstack_visual_indexes": [0, 1, 2]}}, "3 entries; a model of 3 .* up to 2"),
+        ("Qwen2VL", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}, r"\[2, 3, 4\]; its sum must be 8"),
+        ("Qwen2VL", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "mrope_section"),
+    ],
+)
+def test_axes_and_layers_of_pictures_are_checked(name: str, change: dict[str, Any], message: str) -> None:
+    text = LLAMA | {"model_type": "qwen3_vl_text" if name == "Qwen3VL" else "qwen2_vl_text", **change}
+    values = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": text} | change
+    with pytest.raises(StartupError, match=message):
+        parse_decoder_config(values)
+
+
 def test_missing_dimension_is_named() -> None:
     with pytest.raises(StartupError, match="missing required field `hidden_size`"):
         parse_decoder_config({key: value for key, value in LLAMA.items() if key != "hidden_size"})

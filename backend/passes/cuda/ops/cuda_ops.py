@@ -168,6 +168,9 @@ class CudaOps(DeviceWeights):
             self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
         return Residual(residual)
 
+    def add_pictures(self, index: int, residual: Residual, step: CudaStep) -> None:
+        """Nothing: on a GPU models with picture_layers take no pictures."""
+
     def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
         out = self._now.hidden
         if weight is None:
