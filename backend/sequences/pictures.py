@@ -55,8 +55,10 @@ class _Run(NamedTuple):
     """The picture's row of the first token."""
     position: int
     """Its first position, see `SequencePictures.rope_positions`."""
-    cells: tuple[int, int]
-    """Rows and columns of tokens in the picture."""
+    num_columns: int
+    """Of tokens in the picture."""
+    shift: int
+    """What is added to the places of tokens behind it to get their positions; not above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,15 @@ class SequencePictures:
         """The spans ascend, also from picture to picture."""
         self._cache = cache
         self._runs: list[_Run] = []
-        self.rope_offset = 0
-        """What is added to the places of tokens behind all pictures to get their `rope_positions`."""
+        self.shift = 0
+        """The last run's."""
         for picture in pictures:
             offset, cells = 0, _cells(picture)
             for first, count in picture.spans:
-                position = first + self.rope_offset
-                self._runs.append(_Run(first, first + count, (salt, picture.digest), offset, position, cells))
-                self.rope_offset += max(cells) - count
+                position = first + self.shift
+                self.shift -= max(0, count - max(cells))
+                end, key = first + count, (salt, picture.digest)
+                self._runs.append(_Run(first, end, key, offset, position, cells[1], self.shift))
                 offset += count
         self._ends = [run.end for run in self._runs]
 
@@ -131,9 +134,9 @@ class SequencePictures:
             start, stop = max(run.first - first, 0), max(run.end - first, 0)
             places = tokens[start:stop] - run.first
             positions[start:stop] = run.position
-            positions[start:stop, 1] += places // run.cells[1]
-            positions[start:stop, 2] += places % run.cells[1]
-            positions[stop:] = tokens[stop:, None] + (run.position + max(run.cells) - run.end)
+            positions[start:stop, 1] += places // run.num_columns
+            positions[start:stop, 2] += places % run.num_columns
+            positions[stop:] = tokens[stop:, None] + run.shift
         return positions
 
     def rows_of(self, first: int, end: int) -> list[tuple[int, HostRows]]:

@@ -138,8 +138,8 @@ class BatchBuilder:
         pictures = [sequence.pictures for sequence in plan.sequences]
         if not self._has_picture_axes or not any(pictures):
             return None
-        offsets = _column([0 if each is None else each.rope_offset for each in pictures])
-        firsts = np.repeat(context_lens + offsets - query_starts[:-1], np.diff(query_starts))
+        shifts = _column([0 if each is None else each.shift for each in pictures])
+        firsts = np.repeat(context_lens + shifts - query_starts[:-1], np.diff(query_starts))
         positions = np.repeat((firsts + np.arange(len(firsts), dtype=np.int32))[:, None], 3, axis=1)
         for index in range(plan.num_decodes, len(plan)):  # the others are behind their pictures
             if (own := pictures[index]) is not None:
