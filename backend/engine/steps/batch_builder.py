@@ -135,9 +135,9 @@ class BatchBuilder:
     def _rope_positions(
         self, plan: Plan, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32]
     ) -> NDArray[np.int32] | None:
-        pictures = [sequence.pictures for sequence in plan.sequences]
-        if not self._has_picture_axes or not any(pictures):
+        if not self._has_picture_axes or all(sequence.pictures is None for sequence in plan.sequences):
             return None
+        pictures = [sequence.pictures for sequence in plan.sequences]
         shifts = _column([0 if each is None else each.shift for each in pictures])
         firsts = np.repeat(context_lens + shifts - query_starts[:-1], np.diff(query_starts))
         positions = np.repeat((firsts + np.arange(len(firsts), dtype=np.int32))[:, None], 3, axis=1)
