@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 94_450
-MAX_LABORATORY_LINES = 19_540
+MAX_LABORATORY_LINES = 19_550
 MAX_DOC_WORDS = 77_800
 MIN_ENTRIES, MAX_MODULES = 4, 12
 

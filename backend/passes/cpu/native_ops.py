@@ -295,25 +295,20 @@ class NativeOps:
 
     def embed(self, table: EmbeddingTable, step: _Step) -> int:
         out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
-        self._end_before_embeddings(0, step)
+        self._put_embeddings(0, step)
         return out
 
     def add_pictures(self, index: int, residual: int, step: _Step) -> None:  # noqa: ARG002 - there is only one buffer
-        self._end_before_embeddings(1 + index, step)
-
-    def _end_before_embeddings(self, index: int, step: _Step) -> None:
-        if self._recording is None:
-            self._put_embeddings(index, step)
-        else:
-            self._picture_ends.append(len(self._recording))
+        self._put_embeddings(1 + index, step)
 
     def _put_embeddings(self, index: int, step: _Step) -> None:
-        """index: 0 for the embeddings, 1 + n for what pictures add behind layer n."""
-        residual = self._residual.rows
-        if index == 0:
-            place_embeddings(residual, step.embeddings, self._scales.given_embeddings)
+        """Put them, or record where. index: 0 for the embeddings, 1 + n for what pictures add behind layer n."""
+        if self._recording is not None:
+            self._picture_ends.append(len(self._recording))
+        elif index == 0:
+            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
         else:
-            add_picture_rows(residual, step.embeddings, index - 1)
+            add_picture_rows(self._residual.rows, step.embeddings, index - 1)
 
     def norm(self, residual: int, weight: NDArray[np.float32] | None) -> int:
         address = None if weight is None else weight.ctypes.data
