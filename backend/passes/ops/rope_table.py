@@ -31,10 +31,9 @@ class RopeTable:
         self._columns = np.arange(len(self._axes))
 
     def of_tokens(self, rope_positions: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Rows for `StepBatch.rope_positions`, [T, sum of rotary_dim]."""
+        """Rows for `StepBatch.rope_positions`, [T, sum of rotary_dim] in C order."""
         table = self.cover(int(rope_positions.max()) + 1)
-        rows: NDArray[np.float32] = table[rope_positions[:, self._axes], self._columns]
-        return rows
+        return np.ascontiguousarray(table[rope_positions[:, self._axes], self._columns])
 
     def cover(self, num_positions: int) -> NDArray[np.float32]:
         """Return the table with at least num_positions rows. Tables returned earlier stay valid."""
