@@ -77,8 +77,9 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
     rope, context_tokens = _rope(config, family, full_head_dim, max_context_tokens)
     if part is not None and part.axes is not None:
-        section = _rope_settings(config, family).mrope_section
-        rope = replace(rope, axes=part.axes.of_pairs(section, rope.rotary_dim // 2))
+        rope = replace(
+            rope, axes=part.axes.of_pairs(_rope_settings(config, family).mrope_section, rope.rotary_dim // 2)
+        )
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias

@@ -257,9 +257,8 @@ class Bench(EngineRig):
             create_cache(self.forward_pass, num_pages, page_size, "fp32", num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
-        self.link = link or ScriptedLink()
+        self.link, self.now_s = link or ScriptedLink(), 0.0
         self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
-        self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
         served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None
         super().__init__(

@@ -131,7 +131,6 @@ class NativeOps:
         self.cache = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
-        self._picture_ends: list[int] = []
         self._programs: dict[bool, _Program] = {}
         """For a step with logits and for one without."""
         self._logits_program: list[Operation] = []
@@ -245,7 +244,7 @@ class NativeOps:
             self._reserve((self._logits,), step.num_logits)
         program = self._programs.get(needs_logits)
         if program is None:
-            self._picture_ends = []
+            self._picture_ends: list[int] = []
             operations = self._record(partial(forward, step, needs_logits=needs_logits))
             array = (Operation * len(operations))(*operations)
             program = _Program(array, ctypes.addressof(array), self._picture_ends, self._logits.rows)
