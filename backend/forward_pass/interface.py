@@ -82,6 +82,9 @@ class PassSpec:
     embedding_size, back to back: the embedding, and what is added behind each of these layers."""
     has_picture_axes: bool = False
     """Tokens of pictures have positions on three axes, see `StepBatch.rope_positions`."""
+    whole_picture_tokens: int = 0
+    """The most tokens of one picture, if they attend to each other both ways: a step computes all of them. Otherwise 0.
+    """
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
     alone. Never with state_bytes_per_sequence, because a state does not go back."""

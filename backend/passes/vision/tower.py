@@ -32,6 +32,7 @@ class VisionTower:
         self._family = family
         self._normalization = normalization
         self.max_picture_bytes = max_picture_bytes
+        self.embedding_size = int(model.config.get_text_config(decoder=True).hidden_size)
         self._device = next(model.parameters()).device
         self._give_way: Callable[[], None] = lambda: None
         for blocks in model.modules():
@@ -100,4 +101,5 @@ def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> Pass
         workspace_bytes=spec.workspace_bytes + workspace_bytes,
         max_picture_bytes=max_picture_bytes,
         picture_bytes=weight_bytes + workspace_bytes,
+        whole_picture_tokens=family.whole_tokens(config, processor),
     )
