@@ -29,7 +29,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     declare_functions,
     make_shape,
 )
-from penstock.backend.passes.cpu.native_cache import NativeCache
+from penstock.backend.passes.cpu.native_cache import NativeCache, widths_of_mixers
 from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
@@ -86,17 +86,6 @@ class TimedOperations:
     times: ctypes.Array[OperationTime]
 
 
-def _widths_of_mixers(config: DecoderConfig) -> tuple[int, int]:
-    """The largest widths of what attention and delta rules are given, and of what they give."""
-    heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
-    gates = config.num_heads if config.gated_attention else 0
-    projected = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
-    mixed = config.num_heads * max(head_dim for _, head_dim in heads)
-    if (net := config.delta_net) is None:
-        return projected, mixed
-    return max(projected, net.num_channels + net.value_size), max(mixed, net.value_size)
-
-
 class NativeOps:
     """Implements `CpuOps`. dtype is that of weights and activations: float32 or bfloat16.
 
@@ -144,7 +133,7 @@ class NativeOps:
 
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
-        projected_width, mixed_width = _widths_of_mixers(config)
+        projected_width, mixed_width = widths_of_mixers(config)
         self._residual = Buffer(config.hidden_size, Dtype.FP32)
         self._last_residual = Buffer(config.hidden_size, Dtype.FP32)
         self._hidden = Buffer(config.hidden_size, dtype)
