@@ -65,7 +65,6 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     """Like `read_decoder_config`, from the decoded JSON object."""
     architecture = _architecture(values)
     part = TEXT_PARTS.get(architecture)
-    vision = values.get("vision_config")
     values, family = (values, FAMILIES[architecture]) if part is None else _text_model(values, architecture, part)
     _refuse_unsupported(values, family)
     if declared_method(values) == "mlx":
@@ -76,10 +75,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     variations = family.variations(config, num_kv_heads, head_dim)
     _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
     rope, context_tokens = _rope(config, family, full_head_dim, max_context_tokens)
-    if part is not None and part.axes is not None:
-        rope = replace(
-            rope, axes=part.axes.of_pairs(_rope_settings(config, family).mrope_section, rope.rotary_dim // 2)
-        )
+    rope = _with_axes(rope, config, family, part)
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
@@ -121,7 +117,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
-        picture_layers=_num_picture_layers(vision, part, config.num_hidden_layers),
+        picture_layers=_num_picture_layers(values, part, config.num_hidden_layers),
         **variations,
     )
 
@@ -151,12 +147,15 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
             f"{', '.join(part.families)}"
         )
     whole = {
-        key: values[key] for key in ("quantization_config", "quantization", "tie_word_embeddings") if key in values
+        key: values[key]
+        for key in ("quantization_config", "quantization", "tie_word_embeddings", "vision_config")
+        if key in values
     }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
 
 
-def _num_picture_layers(vision: object, part: TextPart | None, num_layers: int) -> int:
+def _num_picture_layers(values: dict[str, Any], part: TextPart | None, num_layers: int) -> int:
+    vision = values.get("vision_config")
     if part is None or not part.picture_layers or not isinstance(vision, dict):
         return 0
     indexes = vision.get("deepstack_visual_indexes")
@@ -258,6 +257,13 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
         context_tokens=context_tokens,
     )
     return rope, context_tokens
+
+
+def _with_axes(rope: RopeConfig, config: HfConfig, family: Family, part: TextPart | None) -> RopeConfig:
+    if part is None or part.axes is None:
+        return rope
+    section = _rope_settings(config, family).mrope_section
+    return replace(rope, axes=part.axes.of_pairs(section, rope.rotary_dim // 2))
 
 
 def _window_rope(config: HfConfig, family: Family, rotary_dim: int, context_tokens: int) -> RopeConfig | None:

@@ -74,8 +74,7 @@ class _Program:
 
     operations: ctypes.Array[Operation]
     address: int
-    picture_ends: list[int]
-    """The ends of the operations before embeddings are placed, and before pictures are added behind each layer."""
+    picture_ends: list[int]  # of the operations before embeddings are put, see `_put_embeddings`
     logits: NDArray[np.float32]
     """All of the buffer."""
 

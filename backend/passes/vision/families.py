@@ -1,7 +1,7 @@
 """The architectures whose pictures are taken: how pixels become embeddings.
 
-Image tokens have the positions of ordinary tokens, or with has_axes positions on three axes. They attend to those before
-them, or to all of their picture.
+Image tokens have the positions of ordinary tokens, or with has_axes positions on three axes. They attend to those
+before them, or to all of their picture.
 """
 
 from __future__ import annotations

@@ -222,7 +222,8 @@ def test_preemption_drafts_and_shared_pages_keep_positions(tmp_path: Path) -> No
 def test_pixels_that_do_not_fit_the_grid_are_refused(shape: tuple[int, ...], grid: tuple[int, int, int]) -> None:
     vision = SimpleNamespace(spatial_merge_size=2, temporal_patch_size=2, patch_size=[4, 4])
     model: Any = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(vision_config=vision)
+    text = SimpleNamespace(hidden_size=64)
+    model.config = SimpleNamespace(vision_config=vision, get_text_config=lambda **_: text)
     normalization = Normalization.read({}, FAMILIES["Qwen3VLForConditionalGeneration"])
     tower = VisionTower(model, FAMILIES["Qwen3VLForConditionalGeneration"], normalization, 1 << 20)
     assert tower.num_tokens((24, 96), (1, 4, 6)) == 6
