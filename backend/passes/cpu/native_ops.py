@@ -219,11 +219,9 @@ class NativeOps:
             *(*verified, *scored, *adapters, *ends),
         )
         self._place_arrays(arrays)
-        rows.has_turns = batch.rope_positions is not None
-        if batch.rope_positions is None:
-            self._turns = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens)
-        else:
-            self._turns = self._rope_table.of_tokens(batch.rope_positions)
+        positions, table, longest = batch.rope_positions, self._rope_table, max(batch.context_lens.tolist())
+        rows.has_turns = positions is not None
+        self._turns = table.cover(longest + batch.num_tokens) if positions is None else table.of_tokens(positions)
         rows.rope = self._turns.ctypes.data
         rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
         rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
@@ -299,8 +297,10 @@ class NativeOps:
         self._put_embeddings(0, step)
         return out
 
-    def add_pictures(self, index: int, residual: int, step: _Step) -> None:  # noqa: ARG002 - there is only one buffer
+    def _add_pictures(self, index: int, residual: int, step: _Step) -> None:  # noqa: ARG002 - there is only one buffer
         self._put_embeddings(1 + index, step)
+
+    add_pictures = _add_pictures
 
     def _put_embeddings(self, index: int, step: _Step) -> None:
         """Put them, or record where. index: 0 for the embeddings, 1 + n for what pictures add behind layer n."""

@@ -113,7 +113,7 @@ class DecoderModel:
         *layers, last = self._layers[: self._num_stored]
         for index, layer in enumerate(layers):
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
-            if index < self._config.picture_layers:
+            if index < self._config.picture_layers and self._ops.add_pictures is not None:
                 self._ops.add_pictures(index, residual, step)
         return self._project(last, residual, step), residual
 

@@ -321,8 +321,10 @@ class Ops(Protocol):
     def embed(self, table: Array, step: Step) -> Array:
         """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings, scaled."""
 
-    def add_pictures(self, index: int, residual: Array, step: Step) -> None:
-        """Add what pictures add behind the layer to the rows of their tokens (`PassSpec.picture_layers`)."""
+    @property
+    def add_pictures(self) -> Callable[[int, Array, Step], None] | None:
+        """(layer, residual, step): add what pictures add behind the layer (`PassSpec.picture_layers`). None if the
+        operations take no such pictures."""
 
     def norm(self, residual: Array, weight: Array | None) -> Array:
         """Return [T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""

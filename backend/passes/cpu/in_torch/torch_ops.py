@@ -204,8 +204,10 @@ class TorchOps:
         place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
         return residual
 
-    def add_pictures(self, index: int, residual: Tensor, step: TorchStep) -> None:
+    def _add_pictures(self, index: int, residual: Tensor, step: TorchStep) -> None:
         add_picture_rows(residual.numpy(), step.embeddings, index)
+
+    add_pictures = _add_pictures
 
     def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)

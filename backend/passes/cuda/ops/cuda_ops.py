@@ -44,6 +44,8 @@ class CudaOps(DeviceWeights):
     delta_net: DeltaNetOps | None = None
     side: SideOps | None = None
 
+    add_pictures = None
+
     def __init__(
         self,
         device: Device,
@@ -169,9 +171,6 @@ class CudaOps(DeviceWeights):
         else:
             self._elementwise.embed(table, ids, step.rows, self._last_tokens, residual)
         return Residual(residual)
-
-    def add_pictures(self, index: int, residual: Residual, step: CudaStep) -> None:
-        """Nothing: on a GPU models with picture_layers take no pictures."""
 
     def norm(self, residual: Residual, weight: Tensor | None) -> Tensor:
         out = self._now.hidden
