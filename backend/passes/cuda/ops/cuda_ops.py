@@ -44,6 +44,8 @@ from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
+    add_pictures = None
+
     def __init__(
         self,
         device: Device,

@@ -69,8 +69,8 @@ def run(
     for tensor in (workspace.merged_sums, workspace.merged_peaks, workspace.part_sums, workspace.part_peaks):
         tensor.fill_(torch.nan)
     attention.attend(
-        launcher, workspace, step.qkv, step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles), step.sinks,
-        out,
+        launcher, workspace, step.qkv.flatten(1), step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles),
+        step.sinks, out,
     )  # fmt: skip
     require("the kernel left tickets that are not zero", not workspace.tickets.any())
     return out
