@@ -100,7 +100,7 @@ class CudaOps(DeviceWeights):
         if config.layer_input_size or config.has_experts_beside:
             self.side = CudaSideOps(
                 config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts, lambda: self._elementwise,
-                self._embed_rows, self.norm, self.linear_add, self._multiply,
+                lambda: self._buffers.input_ids, self._embed_rows, self.norm, self.linear_add, self._multiply,
             )  # fmt: skip
         self.delta_net = None
         if (net := config.delta_net) is not None:
@@ -195,12 +195,13 @@ class CudaOps(DeviceWeights):
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = self._now.residual
-        self._embed_rows(table, step, residual, self._embedding_scale)
+        self._embed_rows(table, self._buffers.input_ids[: step.num_tokens], step, residual, self._embedding_scale)
         return Residual(residual)
 
-    def _embed_rows(self, table: Tensor | CudaQuantizedLinear, step: CudaStep, out: Tensor, scale: float) -> None:
+    def _embed_rows(
+        self, table: Tensor | CudaQuantizedLinear, ids: Tensor, step: CudaStep, out: Tensor, scale: float
+    ) -> None:
         """Write the rows of the step's tokens, times scale, to out fp32."""
-        ids = self._buffers.input_ids[: step.num_tokens]
         if isinstance(table, CudaQuantizedLinear):
             self._quantized.embed(table, ids, step.rows, self._last_tokens, out, scale)
         else:

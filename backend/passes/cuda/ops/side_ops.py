@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.dtypes import Dtype
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
 from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
@@ -18,7 +19,7 @@ from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, CudaExper
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, Linear
 
-LAUNCHES_OF_INPUTS, LAUNCHES_BESIDE = 3, 13
+LAUNCHES_OF_INPUTS, LAUNCHES_BESIDE = 5, 13
 """Kernels of a layer's input beside its products, and of a layer's sums and factors of experts."""
 
 
@@ -26,7 +27,7 @@ def side_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, padde
     """Memory of the buffers, and of vectors beyond weights in dtype."""
     inputs, size = config.num_layers * config.layer_input_size, config.layer_input_size
     vectors = 4 * config.hidden_size * config.num_layers
-    num_bytes = 4 * max_tokens * inputs + padded_tokens * (inputs + size) * dtype.itemsize
+    num_bytes = 4 * max_tokens * (inputs + 1) + padded_tokens * (inputs + size) * dtype.itemsize
     return num_bytes + (2 * 4 * max_tokens * config.hidden_size + 4 * vectors if config.has_experts_beside else 0)
 
 
@@ -45,12 +46,15 @@ class CudaSideOps:
         weights: DeviceWeights,
         experts: CudaExpertOps | None,
         elementwise: Callable[[], Elementwise],
-        embed: Callable[[Any, CudaStep, Tensor, float], None],
+        input_ids: Callable[[], Tensor],
+        embed: Callable[[Any, Tensor, CudaStep, Tensor, float], None],
         norm: Callable[[Residual, Tensor | None], Tensor],
         linear_add: Callable[[Tensor, Linear, Residual, Tensor], None],
         multiply: Callable[[Tensor, Linear, Tensor], Tensor],
     ) -> None:
-        """embed, norm, linear_add and multiply are those of `CudaOps`, elementwise its kernels from the cache on."""
+        """embed, norm, linear_add and multiply are those of `CudaOps`, elementwise and input_ids its
+        own from the cache on."""
+        self._input_ids = input_ids
         self._config, self._weights, self._experts, self._elementwise = config, weights, experts, elementwise
         self._embed, self._norm, self._linear_add, self._multiply = embed, norm, linear_add, multiply
         size, hidden = config.layer_input_size, config.hidden_size
@@ -61,6 +65,7 @@ class CudaSideOps:
 
         self._inputs = zeros(max_tokens, config.num_layers * size)
         """[T, layers * layer_input_size] of the current step."""
+        self._ids = zeros(max_tokens, 1, torch.int32).flatten()
         self._projected = zeros(padded_tokens, config.num_layers * size, dtype)
         self._gates = zeros(padded_tokens, size, dtype)
         num_sums = max_tokens if config.has_experts_beside else 0
@@ -77,8 +82,10 @@ class CudaSideOps:
 
     def begin_inputs(self, residual: Residual, step: CudaStep) -> None:
         num_tokens, size = step.num_tokens, self._config.layer_input_size
+        given, ids = self._input_ids()[:num_tokens], self._ids[:num_tokens]
+        torch.gt(given, FROM_EMBEDDINGS, out=ids).mul_(given)  # pictures have the inputs of token 0
         inputs = self._inputs[:num_tokens]
-        self._embed(self._table, step, inputs, self._scale)
+        self._embed(self._table, ids, step, inputs, self._scale)
         projected = self._multiply(self._norm(residual, None), self._projection, self._projected[:num_tokens])
         self._elementwise().rms_norm_added(inputs.view(-1, size), projected.view(-1, size), self._norm_and_factor)
 

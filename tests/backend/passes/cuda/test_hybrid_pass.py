@@ -12,7 +12,15 @@ import torch
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.cuda.test_pass_in_engine import AheadBench
-from tests.backend.passes.cuda.tiny_models import checkpoint, make_driver, options, oracle_logits, prompts, run_prompts
+from tests.backend.passes.cuda.tiny_models import (
+    checkpoint,
+    make_driver,
+    make_pass,
+    options,
+    oracle_logits,
+    prompts,
+    run_prompts,
+)
 from tests.backend.passes.decoder.driver import Driver
 
 
@@ -71,6 +79,21 @@ def test_preempted_requests_have_the_tokens_of_transformers() -> None:
     assert bench.scheduler.num_preemptions > 0
     assert made.num_host_pages == 0
     bench.close()
+
+
+def test_pictures_have_the_inputs_of_layers_that_they_have_on_the_cpu() -> None:
+    """Whatever a step before left behind: the first chunk of the picture has the places of other tokens."""
+    on_cpu = CpuDecoderPass.load(checkpoint("gemma4-e"), options())
+    picture = np.random.default_rng(5).normal(0.0, 0.2, (9, on_cpu.hidden_size)).astype(np.float32)
+    logits = []
+    for made in (on_cpu, make_pass("gemma4-e")):
+        driver = Driver(made, num_pages=32, page_size=16, kv_dtype="fp32")
+        driver.add(prompts((7,))[0])
+        driver.prefill()
+        row = driver.add_embedded(picture)
+        driver.step([(row, 5)])
+        logits.append(driver.step([(row, 4)])[row.slot])
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4, rtol=0)
 
 
 def test_copied_pages_of_wide_heads_equal_their_sources() -> None:
