@@ -7,18 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 96_900
-MAX_LABORATORY_LINES = 19_710
-MAX_DOC_WORDS = 78_346
+MAX_PRODUCT_LINES = 97_490
+MAX_LABORATORY_LINES = 19_990
+MAX_DOC_WORDS = 78_362
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
-    "backend/checkpoint": 13_460,
+    "backend/checkpoint": 13_470,
     "backend/engine": 5_445,
     "backend/forward_pass": 830,
     "backend/kv_cache": 2_650,
-    "backend/passes": 17_875,
+    "backend/passes": 18_440,
     "backend/sampling": 840,
     "backend/scheduling": 2_140,
     "backend/sequences": 980,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 980,
-    "tools/gpu": 7_030,
+    "tools/gpu": 7_300,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

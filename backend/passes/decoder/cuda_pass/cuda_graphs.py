@@ -10,6 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.progress import GRAPHS, MIXED_GRAPHS, make_progress
+from penstock.backend.passes.cuda.attention.delta_net import NUM_LAUNCHES as LAUNCHES_OF_RULES
+from penstock.backend.passes.cuda.ops.expert_ops import NUM_LAUNCHES as LAUNCHES_OF_EXPERTS
+from penstock.backend.passes.cuda.ops.side_ops import LAUNCHES_BESIDE, LAUNCHES_OF_INPUTS
 from penstock.backend.passes.cuda.step.step_buffers import MixedPadding
 
 if TYPE_CHECKING:
@@ -17,12 +20,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.files.progress import Work
     from penstock.backend.forward_pass import StepBatch
     from penstock.backend.passes.cuda.device.device import Device, Graph
     from penstock.backend.passes.cuda.device.transfers import Ints
     from penstock.backend.passes.cuda.ops.activations import Residual
     from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
+    from penstock.backend.passes.cuda.ops.matmul import Matmul
     from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
     from penstock.backend.passes.cuda.step.step_rows import CudaStep
     from penstock.backend.passes.decoder.model import DecoderModel
@@ -32,12 +37,29 @@ MAX_GRAPH_ROWS = 256
 """Larger steps keep the device busy for long enough to launch their kernels one by one."""
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
+_MATMULS_PER_LAYER = 4
+_OTHER_NODES_PER_LAYER = 5
 
 
 def graph_sizes(max_rows: int) -> list[int]:
     """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured decode step."""
     most = min(max_rows, MAX_GRAPH_ROWS)
     return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
+
+
+def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
+    """Return the number of kernels in a captured step."""
+    launches = matmul.num_launches(num_rows)
+    per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
+    per_layer += (config.qk_norm == "projection") + config.parallel_blocks + config.gated_attention
+    per_layer += sum(norm is not None for norm in (config.names.attention_output_norm, config.names.mlp_output_norm))
+    if config.layer_input_size:
+        per_layer += 2 * launches + LAUNCHES_OF_INPUTS
+    per_layer += LAUNCHES_BESIDE * config.has_experts_beside
+    of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + LAUNCHES_OF_RULES)
+    softcap = 0 if config.scales.logits_softcap is None else 3
+    of_experts = sum(config.layer_has_experts) * (launches + LAUNCHES_OF_EXPERTS)
+    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 3
 
 
 class StepGraphs:

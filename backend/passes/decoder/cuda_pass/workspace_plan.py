@@ -48,6 +48,7 @@ from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
     graph_sizes,
     launch_bound_tokens,
     mixed_sizes,
+    num_nodes_of,
 )
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
@@ -65,8 +66,6 @@ On an H100 the workspaces took 190 MiB for a model with biases, and about 70 for
 """
 _NODE_BYTES = 8 << 10
 """Memory of one kernel in a graph. An estimate, not measured."""
-_MATMULS_PER_LAYER = 4
-_OTHER_NODES_PER_LAYER = 5
 _SM_SHARED_BYTES = 164 << 10
 """Shared memory per SM of the smallest supported GPU (A100); used only where the result does not depend on it."""
 
@@ -381,7 +380,7 @@ def _graph_bytes(
 ) -> int:  # fmt: skip
     """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
     decode = graph_sizes(sizes.max_graph_rows)
-    num_nodes = sum(_num_nodes(config, matmul, size) for size in (*decode, *mixed))
+    num_nodes = sum(num_nodes_of(config, matmul, size) for size in (*decode, *mixed))
     num_nodes += len(mixed) * config.num_layers * len(set(layer_windows(config)))  # their prefill attention, and plans
     # Each product of widened weights has several launches.
     num_widened = sum(size > matmul.kernel_rows for size in (*decode, *mixed))
@@ -389,18 +388,3 @@ def _graph_bytes(
     more = [quantized_linear.num_launches(each.shape, dtype) - 1 for each in packed]
     num_nodes += num_widened * sum(count for count, is_expert in zip(more, of_experts, strict=True) if not is_expert)
     return num_nodes * _NODE_BYTES
-
-
-def _num_nodes(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
-    """Return the number of kernels in a captured step."""
-    launches = matmul.num_launches(num_rows)
-    per_layer = _MATMULS_PER_LAYER * launches + _OTHER_NODES_PER_LAYER
-    per_layer += (config.qk_norm == "projection") + config.parallel_blocks + config.gated_attention
-    per_layer += sum(norm is not None for norm in (config.names.attention_output_norm, config.names.mlp_output_norm))
-    if config.layer_input_size:
-        per_layer += 2 * launches + side_ops.LAUNCHES_OF_INPUTS
-    per_layer += side_ops.LAUNCHES_BESIDE * config.has_experts_beside
-    of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + delta_net.NUM_LAUNCHES)
-    softcap = 0 if config.scales.logits_softcap is None else 3
-    of_experts = sum(config.layer_has_experts) * (launches + expert_ops.NUM_LAUNCHES)
-    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 3
