@@ -156,7 +156,8 @@ class Scheduler:
     def _max_prompt_tokens(self) -> int:
         """The most tokens of prompts in the next step. A short step is planned when it will serve a short prompt of a
         tenant that has nothing running: the first token of its answer comes when the step ends."""
-        if self._tenants.are_several and self._num_plans >= self._no_short_step_before:
+        may_be_short = not self.pictures.num_sequences  # a picture may have to be computed whole
+        if self._tenants.are_several and may_be_short and self._num_plans >= self._no_short_step_before:
             head, num_tokens = self._waiting.head(), self._max_batch_tokens // _SHORT_STEP_PART
             if head is not None and not head.account.num_running and len(head.tokens) <= num_tokens:
                 self._no_short_step_before = self._num_plans + _STEPS_PER_SHORT_STEP

@@ -145,7 +145,10 @@ class Guesser:
 
     def take_guess(self, tokens: array[int], guessed: list[int]) -> None:
         """Follow what a draft model has guessed after these tokens, for which `guess` was called. The guess that it
-        replaces is judged all the same."""
+        replaces is judged all the same. To guess nothing is wrong, so that the model is not always asked in vain."""
+        if not guessed:
+            self._judge(_MODEL, is_right=False, follows=False)
+            return
         replaced = (self._listed or tokens)[self._source + self._num_right :] if self._source or self._listed else []
         self._passed_over = (self._kind, self._num_right > 0, replaced[0]) if replaced else None
         self._first, self._num_right, self._source = len(tokens), 0, 0

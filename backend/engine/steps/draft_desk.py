@@ -92,7 +92,7 @@ class DraftDesk:
 
     def _take(self, guesses: Guesses) -> None:
         for sequence, tokens in zip(self._asked, guesses.tokens, strict=False):
-            if tokens and sequence.guesser is not None and not sequence.ended:
+            if tokens is not None and sequence.guesser is not None and not sequence.ended:
                 sequence.guesser.take_guess(sequence.tokens, tokens)
         self._drafting.note_guessed(guesses.num_passes, guesses.seconds)
         self._asked, self._guesses = [], None
