@@ -8,6 +8,7 @@ tokens to compute. Then it admits waiting sequences as slots, pages and the toke
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
@@ -140,12 +141,10 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
-    def wanted_guesses(self) -> dict[Sequence, int]:
-        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
+    def next_decodes(self) -> Collection[Sequence]:
+        """The running sequences, unless the next plan has other work than they: those may decode in it."""
         is_prompt_next = bool(self._waiting) and self.num_free_slots > 0
-        if self.drafting is None or is_prompt_next or self._bisections:
-            return {}
-        return self.drafting.wanted(self._running.sequences)
+        return () if is_prompt_next or self._bisections else self._running.sequences
 
     def outlook(self) -> Outlook:
         """See `ISequenceScheduler`."""

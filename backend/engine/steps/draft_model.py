@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
 from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.kv_cache.prefix_cache import count_common_tokens
 from penstock.backend.scheduling.drafting import MAX_ROWS
 
 _MIN_CHANCE = 0.3
@@ -116,7 +117,7 @@ class DraftModel:
                 left -= len(row.next_tokens)
                 taken.update(written)
                 live.append(row)
-            result.tokens.append(row.guessed if row.is_whole and is_read or not is_known else None)
+            result.tokens.append(row.guessed if (is_read and row.is_whole) or not is_known else None)
         while live:
             began_s, num_tokens = time.perf_counter(), sum(len(row.next_tokens) for row in live)
             sampling, output = self._step(live)
@@ -145,9 +146,7 @@ class DraftModel:
                 return first
             tokens = ask.tokens[first : first + size]
             if written.tokens != tokens or len(tokens) < size:
-                pairs = enumerate(zip(written.tokens, tokens, strict=False))
-                num_equal = min(len(written.tokens), len(tokens))
-                return first + next((place for place, (one, other) in pairs if one != other), num_equal)
+                return first + count_common_tokens(written.tokens.tobytes(), tokens.tobytes())
             name = written.after
         return len(ask.pages) * size
 
