@@ -135,6 +135,10 @@ def test_other_projectors_are_refused_by_name(
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
     assert "pictures are not taken" in caplog.text
+    later = GgufFile("clip", {"clip.projector_type": "mlp"})
+    later.tensors["model.image_newline"] = np.ones(64, np.float32), gguf.GGMLQuantizationType.F32
+    with pytest.raises(StartupError, match=r"model\.image_newline is of LLaVA 1\.6"):
+        read_projector(later.write(tmp_path / "later.gguf"), 64)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
         resolve_config(str(tmp_path), projector=path)
