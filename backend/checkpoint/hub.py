@@ -21,7 +21,6 @@ from penstock.backend.checkpoint.files.layout import (
     shard_names,
 )
 from penstock.backend.checkpoint.formats.quant_method import OWN_FILE
-from penstock.backend.checkpoint.gguf.directory import gguf_directory
 from penstock.backend.checkpoint.other_layouts.directory import (
     TOKENIZER_SETTINGS,
     TOKENIZER_SOURCES,
@@ -188,6 +187,9 @@ def _presented(path: Path, projector: Path | None = None) -> Path:
     if path.is_dir():
         _refuse_projector(projector)
         return complete_directory(path)
+    # Imported here: it takes 0.2 s of CPU, and other models do not need it.
+    from penstock.backend.checkpoint.gguf.directory import gguf_directory
+
     return gguf_directory(path, projector)
 
 
