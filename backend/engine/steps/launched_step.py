@@ -13,6 +13,7 @@ from penstock.backend.engine.steps.vectors import Vectors, collect_vectors
 from penstock.backend.forward_pass import (
     NOT_FINITE,
     IBatchedForwardPass,
+    ISkippableOutput,
     PendingOutput,
     StepBatch,
     TokenLogprobs,
@@ -91,6 +92,8 @@ class LaunchedStep:
             raise self.error
         if self.output is None:
             return StepResult(plan, [])
+        if not plan.live_rows() and isinstance(self.output, ISkippableOutput):  # all have ended since it was launched
+            self.output.skip()
         output = self.output.wait()
         token_ids = output.token_ids.tolist()
         if len(token_ids) != len(plan.logit_rows):

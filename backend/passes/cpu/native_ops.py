@@ -35,6 +35,7 @@ from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.native_side import NativeSideOps
+from penstock.backend.passes.cpu.step_queue import ComputedStep, StepQueue, describe_rows
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
@@ -206,25 +207,11 @@ class NativeOps:
             for pages in self.cache:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
-        rows, num_logits = self._step_rows, len(batch.logit_rows)
-        verified = () if batch.drafts is None else (batch.verified_tokens,)
-        scored = () if batch.scored is None else (batch.scored.tokens,)
-        rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
-        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
-        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
-        adapters = () if batch.adapters is None else (batch.adapters,)
-        rows.has_adapters = len(adapters)
-        arrays = (
-            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
-            *(*verified, *scored, *adapters),
-        )
-        self._place_arrays(arrays)
-        rows.rope = self._rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
-        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
-        rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
-        num_logits += rows.num_verified
+        rows = self._step_rows
+        self._place_arrays(describe_rows(rows, batch, input_ids, self._rope_table))
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
+        num_logits = rows.num_logit_rows + rows.num_verified
         return _Step(num_logits, num_logits + rows.num_scored, batch.embeddings)
 
     def _place_arrays(self, arrays: tuple[NDArray[np.int32], ...]) -> None:
@@ -252,6 +239,23 @@ class NativeOps:
         else:
             self._run(program, 0, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
+
+    def open_queue(self, last_tokens: int, sampler: NativeSampler) -> StepQueue:
+        """See `StepQueue`. Close it before the operations."""
+        return StepQueue(self._library, self._engine, last_tokens, self._prepare_queued, sampler)
+
+    def _prepare_queued(self, batch: StepBatch) -> ComputedStep | None:
+        """None until a step like this one has run, which records the operations and makes room."""
+        program, num_logits = self._programs.get(True), len(batch.logit_rows)
+        if program is None or self.timed is not None:
+            return None
+        if num_logits > len(program.logits) or batch.num_tokens > len(self._residual.rows):
+            return None
+        rows = StepRows()
+        arrays = np.concatenate(describe_rows(rows, batch, batch.input_ids, self._rope_table), axis=None)
+        rows.arrays = arrays.ctypes.data
+        memory = arrays, program, self._rope_table.rows
+        return ComputedStep(rows, program.address, len(program.operations), program.logits[:num_logits], memory)
 
     def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:
         for buffer in buffers:

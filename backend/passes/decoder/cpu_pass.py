@@ -21,6 +21,7 @@ from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+    from penstock.backend.forward_pass import PendingOutput, TokenMasks
     from penstock.backend.forward_pass.extensions import PagePlaces, PictureTower
+    from penstock.backend.passes.cpu.step_queue import StepQueue
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
@@ -109,6 +112,18 @@ class CpuDecoderPass(HostSampling):
         verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
         self._spec = replace(spec, verifies_drafts=verifies)
         self._max_running = max_running
+        self._queue: StepQueue | None = None
+
+    def run_ahead(self) -> None:
+        """From now on steps without preparations on the host are queued, if there are native kernels."""
+        if isinstance(self._ops, NativeOps) and isinstance(self._sampler, NativeSampler):
+            self._queue = self._ops.open_queue(self._last_tokens.buffer_info()[0], self._sampler)
+            self._spec = replace(self._spec, runs_ahead=True)
+
+    def _drain(self) -> None:
+        """Wait for the queued steps. Then the operations may be used."""
+        if self._queue is not None:
+            self._queue.drain()
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -225,6 +240,7 @@ class CpuDecoderPass(HostSampling):
             return _ReadAdapter(adapter.rank, self._model.read_adapter(self._ops.adapters, adapter))
 
     def put_adapter(self, index: int, adapter: _ReadAdapter | None) -> None:
+        self._drain()
         self._model.put_adapter(self._ops.adapters, index, None if adapter is None else adapter.of_linears)
 
     def _open_adapter(self, directory: Path) -> PeftAdapter:
@@ -256,12 +272,18 @@ class CpuDecoderPass(HostSampling):
         return 0 if self._places is None else self._places.num_places
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        self._drain()
         if self._places is not None:
             for page, place in pairs:
                 save_page(self._ops.cache, page, self._places.place(place))
                 self._places.note_written(place)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        if self._queue is not None:
+            queued = self._queue.compute(batch)
+            if queued is not None:
+                return queued
+            self._queue.drain()
         check_embeddings(batch)
         check_groups(batch, len(self._groups.windows))
         if self._places is not None:
@@ -275,12 +297,21 @@ class CpuDecoderPass(HostSampling):
         logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
+    def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
+        if self._queue is not None and self._queue.is_computing:
+            queued = self._queue.sample(batch) if masks is None else None
+            if queued is not None:
+                return queued
+            self._queue.drain()
+        return super().sample(logits, batch, masks)
+
     @torch.inference_mode()
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
         return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         # The operations reuse their buffer in the next step.
+        self._drain()
         return logits.copy()
 
     @property
@@ -291,9 +322,12 @@ class CpuDecoderPass(HostSampling):
     def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if not len(logits):
             return np.empty((0, self.hidden_size), np.float32)
+        self._drain()
         return self._ops.normed_rows(self._model.normed, len(logits))
 
     def close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()

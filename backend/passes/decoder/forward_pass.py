@@ -60,6 +60,8 @@ class DecoderPass(IBatchedForwardPass):
             )
         if pooled is None:
             loaded.picture_tower = VisionTower.load(model_dir, options)
+            if isinstance(loaded, CpuDecoderPass) and options.may_run_ahead and loaded.picture_tower is None:
+                loaded.run_ahead()  # a tower takes turns with the steps
         # They differ from the interface only in the parameters of their class methods.
         return cast("IBatchedForwardPass", loaded)
 

@@ -271,6 +271,16 @@ class StepRows(Structure):
     )
 
 
+class QueuedWork(Structure):
+    _fields_ = (
+        ("rows", c_void_p),
+        ("operations", c_void_p),
+        ("count", c_int64),
+        ("sampled", c_void_p),
+        ("last_tokens", c_void_p),
+    )
+
+
 class ScoredRows(Structure):
     _fields_ = (
         ("logits", c_void_p),
@@ -343,6 +353,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_run": (None, (_P, _P, _N, _P)),
     "ps_score": (None, (_P, _P, _N, _P)),
     "ps_sample": (None, (_P, _P)),
+    "ps_open_queue": (c_void_p, (_P,)),
+    "ps_close_queue": (None, (_P,)),
+    "ps_queue": (c_int64, (_P, _P)),
+    "ps_await": (None, (_P, _N)),
+    "ps_skip": (None, (_P, _N)),
     "ps_read_memory": (c_float, (_P, _P, _N)),
 }
 

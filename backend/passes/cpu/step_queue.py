@@ -1,0 +1,140 @@
+"""Steps as the kernels receive them, and the queue from which these run one after the other without the interpreter
+(kernels/step/step_queue.h)."""
+
+from __future__ import annotations
+
+from ctypes import CDLL, addressof, byref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.backend.forward_pass import StepBatch, StepOutput
+from penstock.backend.passes.cpu.library.native_structs import QueuedWork
+from penstock.backend.sampling.sampler import sampled_places
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from penstock.backend.passes.cpu.library.native_structs import StepRows
+    from penstock.backend.passes.cpu.native_sampling import NativeSampler
+    from penstock.backend.passes.ops.rope_table import RopeTable
+
+
+def describe_rows(
+    rows: StepRows, batch: StepBatch, input_ids: NDArray[np.int32], rope_table: RopeTable
+) -> tuple[NDArray[np.int32], ...]:
+    """Fill in rows, except its arrays, which are returned."""
+    verified = () if batch.drafts is None else (batch.verified_tokens,)
+    scored = () if batch.scored is None else (batch.scored.tokens,)
+    rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
+    tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
+    rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
+    adapters = () if batch.adapters is None else (batch.adapters,)
+    rows.has_adapters = len(adapters)
+    rows.rope = rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
+    rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
+    rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], len(batch.logit_rows)
+    return (
+        *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
+        *(*verified, *scored, *adapters),
+    )
+
+
+class ComputedStep(NamedTuple):
+    rows: StepRows
+    operations: int
+    num_operations: int
+    logits: NDArray[np.float32]
+    """Computed when the queue is drained."""
+    memory: tuple[object, ...]
+    """What rows and operations point to."""
+
+
+class StepQueue:
+    """Used by the pass's thread; others wait for its results. Until `drain` nobody else may use the kernels."""
+
+    def __init__(
+        self,
+        library: CDLL,
+        engine: int | None,
+        last_tokens: int,
+        prepare: Callable[[StepBatch], ComputedStep | None],
+        sampler: NativeSampler,
+    ) -> None:
+        """last_tokens: address of the tokens that the slots sampled last, int32, which the queue reads and writes."""
+        self._library, self._last_tokens = library, last_tokens
+        self._prepare, self._sampler = prepare, sampler
+        self._queue: int | None = library.ps_open_queue(engine)
+        self._num_put = 0
+        self._step: ComputedStep | None = None
+
+    @property
+    def is_computing(self) -> bool:
+        """The last step was queued, and waits for `sample` or `drain`."""
+        return self._step is not None
+
+    def compute(self, batch: StepBatch) -> NDArray[np.float32] | None:
+        """Queue the step and return its logits; None if it cannot be queued."""
+        if self._step is not None:
+            self.drain()
+        moves = batch.slot_inits or batch.page_copies or batch.page_restores or batch.embeddings
+        if moves or batch.scored is not None or batch.drafts is not None or not len(batch.logit_rows):
+            return None  # it needs the host before the step or after it
+        self._step = step = self._prepare(batch)
+        if step is None:
+            return None
+        self._put(QueuedWork(addressof(step.rows), step.operations, step.num_operations, None, self._last_tokens))
+        return step.logits
+
+    def sample(self, batch: StepBatch) -> QueuedTokens | None:
+        """Queue the sampling of the step in `compute`; None if that cannot be queued."""
+        if self._step is None:
+            return None
+        sampled = self._sampler.prepare_queued(self._step.logits, *sampled_places(batch))
+        if sampled is None:
+            return None
+        self._put(QueuedWork(None, None, 0, addressof(sampled.rows), self._last_tokens))
+        step, self._step = self._step, None
+        return QueuedTokens(self, self._num_put, sampled.tokens, (step, sampled))
+
+    def _put(self, work: QueuedWork) -> None:
+        self._num_put = self._library.ps_queue(self._queue, byref(work))
+
+    def drain(self) -> None:
+        """Wait until nothing is queued."""
+        self.wait(self._num_put)
+        self._step = None
+
+    def wait(self, number: int) -> None:
+        """Any thread may call it, and `skip`."""
+        self._library.ps_await(self._queue, number)
+
+    def skip(self, number: int) -> None:
+        self._library.ps_skip(self._queue, number)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._queue is not None:
+            self._library.ps_close_queue(self._queue)
+            self._queue = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedTokens:
+    """Implements `PendingOutput`."""
+
+    queue: StepQueue
+    number: int
+    tokens: NDArray[np.int32]
+    memory: tuple[object, ...]
+    """What the kernels use until the tokens are there."""
+
+    def wait(self) -> StepOutput:
+        self.queue.wait(self.number)
+        return StepOutput(self.tokens)
+
+    def skip(self) -> None:
+        self.queue.skip(self.number)
