@@ -297,7 +297,9 @@ class CpuDecoderPass(HostSampling):
         logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
-    def sample(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
+    def sample(  # type: ignore[override]  # `HostSampling` is never pending
+        self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None
+    ) -> PendingOutput:
         if self._queue is not None and self._queue.is_computing:
             queued = self._queue.sample(batch) if masks is None else None
             if queued is not None:
