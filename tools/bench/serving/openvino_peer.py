@@ -14,13 +14,18 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 STEP_TOKENS = 192
 """As Penstock's steps on a CPU."""
 
-Deliver = Callable[[list[int], bool], None]
+Deliver = Callable[[list[int], bool], object]
 """Takes new tokens, and whether they are the last."""
+
+
+class Asked(Protocol):
+    def ask(self, prompt: list[int], body: dict[str, Any], deliver: Deliver) -> None: ...
 
 
 class Pipeline:
@@ -74,7 +79,9 @@ class Pipeline:
 
 
 class Server:
-    def __init__(self, pipeline: Pipeline) -> None:
+    """The part of the completions API that the load generator uses."""
+
+    def __init__(self, pipeline: Asked) -> None:
         self._pipeline = pipeline
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,7 +121,7 @@ class Server:
             if is_last:
                 ended.set()
 
-        self._pipeline.ask(prompt, body, lambda *found: loop.call_soon_threadsafe(write, *found) and None)
+        self._pipeline.ask(prompt, body, partial(loop.call_soon_threadsafe, write))
         await ended.wait()
 
 
