@@ -127,6 +127,8 @@ class NativeOps:
         self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
         self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
+        self.open_queue = partial(StepQueue, library, self._engine, self._prepare_queued)
+        """Close it before the operations."""
         self._kv = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -239,10 +241,6 @@ class NativeOps:
         else:
             self._run(program, 0, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
-
-    def open_queue(self, last_tokens: int, sampler: NativeSampler) -> StepQueue:
-        """See `StepQueue`. Close it before the operations."""
-        return StepQueue(self._library, self._engine, last_tokens, self._prepare_queued, sampler)
 
     def _prepare_queued(self, batch: StepBatch) -> ComputedStep | None:
         """None until a step like this one has run, which records the operations and makes room."""

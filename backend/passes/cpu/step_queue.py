@@ -60,8 +60,8 @@ class StepQueue:
         self,
         library: CDLL,
         engine: int | None,
-        last_tokens: int,
         prepare: Callable[[StepBatch], ComputedStep | None],
+        last_tokens: int,
         sampler: NativeSampler,
     ) -> None:
         """last_tokens: address of the tokens that the slots sampled last, int32, which the queue reads and writes."""

@@ -107,15 +107,11 @@ class Choice:
         """
         return score_prompt(self._tokenizer.token_bytes, self.prompt.token_ids, self.stream.prompt_logprobs, text)
 
-    def take_text(self, token_ids: Sequence[int]) -> str:
-        """`take` for tokens in the middle of a choice that `is_text_only`."""
-        self.num_tokens += len(token_ids)
-        return self._detokenizer.push(token_ids)
-
     def take(self, batch: TokenBatch) -> Delta:
         """Return the piece that is certain after this batch. Sets finish_reason when the choice is complete."""
         if self.is_text_only and batch.finish is Finish.NONE:
-            return Delta(self.take_text(batch.token_ids))
+            self.num_tokens += len(batch.token_ids)
+            return Delta(self._detokenizer.push(batch.token_ids))
         pieces = _Pieces()
         if not self._has_begun and batch.token_ids:
             self._has_begun = True

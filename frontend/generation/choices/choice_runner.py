@@ -110,10 +110,9 @@ class ChoiceRunner:
         """Send tokens in the middle of a plain text without waking the request's task, if the client takes them."""
         if not self._exchange.takes_part():
             return False
-        text = choice.take_text(token_ids)
-        self._count(len(token_ids))
-        if text:
-            self._exchange.write_part(format_delta(choice.index, Delta(text)))
+        delta = self._take(choice, TokenBatch(token_ids))
+        if delta.text:
+            self._exchange.write_part(format_delta(choice.index, delta))
         return True
 
     async def _run_in_turn(self, emit: Emit) -> None:
@@ -167,18 +166,14 @@ class ChoiceRunner:
         usage, is_first = self._usage, choice.num_tokens == 0
         num_tokens, num_reasoning_tokens = choice.num_tokens, choice.num_reasoning_tokens
         delta = choice.take(batch)
-        self._count(choice.num_tokens - num_tokens)
+        usage.completion_tokens += choice.num_tokens - num_tokens
         usage.reasoning_tokens += choice.num_reasoning_tokens - num_reasoning_tokens
         if is_first:
             usage.cached_tokens = sum(stream.cached_tokens for stream in self._first_streams())
             usage.is_coalesced = self._coalesced() == "joined"
-        return delta
-
-    def _count(self, num_tokens: int) -> None:
-        usage = self._usage
-        usage.completion_tokens += num_tokens
         if self._exchange.claim is not None:
             self._exchange.claim.grow_to(usage.prompt_tokens + usage.completion_tokens)
+        return delta
 
     def _num_tokens_used(self) -> int:
         """Return the tokens that count against the key's limit: the generated ones, and each prompt that was not
