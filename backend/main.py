@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
-from penstock.backend.start.preloading import prepare_imports
 from penstock.process.garbage_collection import pause_collection, resume_collection, spare_imports
 
 if __name__ == "__main__":  # before numpy is imported
-    prepare_imports(sys.argv)
+    pause_collection()
+    configure_threads()
 
 from pathlib import Path
 from types import FrameType
@@ -136,7 +136,7 @@ def serve(options: BackendOptions) -> None:
     options, rules, settings = _prepare(options)
     config_dir = locate_config(options)
     name = pass_name(options, config_dir)
-    pass_class = find_forward_pass(name)  # imports torch
+    pass_class = find_forward_pass(name)
     spare_imports()
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)

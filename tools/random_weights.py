@@ -25,6 +25,7 @@ from penstock.backend.checkpoint.config.tensors import LayerWeights
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, Head, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import EncoderLayerWeights, HeadLayerWeights
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.dtypes import Dtype
 
 
 def make_rope(head_dim: int, theta: float) -> RopeConfig:
@@ -166,19 +167,21 @@ class RandomWeights:
         self._layers = [self._make_layer(index) for index in range(config.num_layers)]
         self._final_norm = self._norm(config.hidden_size)
 
-    def embedding(self, dtype: torch.dtype) -> Tensor:
-        return self._embedding.to(dtype)
+    def embedding(self, dtype: Dtype) -> Tensor:
+        return self._embedding.to(dtype.in_torch)
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor]:
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Tensor]:
         made = self._layers[index]
-        present = {name: x.to(dtype) for name in LayerWeights.__slots__ if (x := getattr(made, name)) is not None}
+        present = {
+            name: x.to(dtype.in_torch) for name in LayerWeights.__slots__ if (x := getattr(made, name)) is not None
+        }
         return LayerWeights(**present)
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor:
-        return self._final_norm.to(dtype)
+    def final_norm(self, dtype: Dtype) -> Tensor:
+        return self._final_norm.to(dtype.in_torch)
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self._lm_head is None else self._lm_head.to(dtype)
+    def lm_head(self, dtype: Dtype) -> Tensor | None:
+        return None if self._lm_head is None else self._lm_head.to(dtype.in_torch)
 
     def _make_layer(self, index: int) -> LayerWeights[Tensor]:
         config = self._config
@@ -236,7 +239,7 @@ class QuantizedRandomWeights(RandomWeights):
         super().__init__(config, dtype, device)
         self._quantize = quantize
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Any]:
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Any]:
         layer: LayerWeights[Any] = super().layer(index, dtype)
         found = {name: getattr(layer, name) for name in _MATRICES}
         matrices: dict[str, Any] = {name: self._quantize(x) for name, x in found.items() if x is not None}

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from penstock.backend.checkpoint.config.architectures.families import (
     ACTIVATIONS,
     FAMILIES,
@@ -34,13 +32,14 @@ from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.quant_method import declared_method
 from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ROPE_KEYS = {"full_attention": "rope_parameters", "sliding_attention": "window_rope_parameters"}
@@ -308,8 +307,18 @@ def _context_tokens(
     return max_context_tokens
 
 
-def read_declared_dtype(model_dir: Path) -> torch.dtype | None:
+def read_declared_dtype(model_dir: Path) -> Dtype | None:
     """The dtype that config.json declares (dtype, formerly torch_dtype); None if it declares none."""
     values = read_json_object(model_dir / CONFIG_FILE)
     declared = values.get("dtype") or values.get("torch_dtype")
     return _DTYPES.get(declared) if isinstance(declared, str) else None
+
+
+def choose_dtype(requested: str, own: Dtype, fp16_as: Dtype = Dtype.BF16) -> Dtype:
+    """The dtype to compute in; "auto" is the checkpoint's own, with fp16_as for fp16. Raises StartupError."""
+    match requested:
+        case "bf16" | "fp32":
+            return Dtype(requested)
+        case "auto":
+            return fp16_as if own is Dtype.FP16 else own
+    raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")

@@ -21,9 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
@@ -40,8 +37,7 @@ from penstock.backend.checkpoint.config.tensors import (
     linear_names,
     lm_head_spec,
 )
-from penstock.backend.checkpoint.config_json import read_declared_dtype
-from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.files.progress import Progress, make_progress
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
@@ -64,7 +60,8 @@ from penstock.backend.checkpoint.tensor_files.unplaced import (
 from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights, stacked_form
-from penstock.backend.errors import StartupError
+from penstock.backend.dtypes import Dtype
+from penstock.backend.lazy_torch import Tensor, torch
 
 logger = logging.getLogger("penstock.backend")
 
@@ -79,7 +76,7 @@ class DecoderWeights:
         self,
         config: DecoderConfig,
         stored: Mapping[str, StoredWeight],
-        declared_dtype: torch.dtype | None,
+        declared_dtype: Dtype | None,
         progress: Progress,
         closers: ExitStack,
         keeps: Callable[[WeightForm], bool] = lambda _: False,
@@ -124,39 +121,39 @@ class DecoderWeights:
         """Size of all needed tensors in the checkpoint's own dtype."""
         return _stored_bytes(self._stored)
 
-    def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
+    def choose_dtype(self, requested: str, fp16_as: Dtype = Dtype.BF16) -> Dtype:
         """The dtype to compute in: "bf16", "fp32", or for "auto" the dtype in config.json, else the stored one.
 
         fp16 becomes fp16_as: bf16 has the same size, and CPUs support it. Raises StartupError for another name.
         """
         embedding = self._stored[EMBEDDING]
-        own = embedding.dtype if isinstance(embedding, PlainTensor) else torch.bfloat16
+        own = embedding.dtype if isinstance(embedding, PlainTensor) else Dtype.BF16
         return choose_dtype(requested, self._declared_dtype or own, fp16_as)
 
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def embedding(self, dtype: Dtype) -> Tensor | QuantizedWeight:
         """[vocab_size, hidden_size]"""
         return self.linear((embedding_spec(self._config),), dtype)
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         layout = layer_specs(self._config, index)
         fields: dict[str, Any] = {
             field: self.linear(specs, dtype, in_parts=field in STACKED_IN_PARTS)
             if field in LINEARS
-            else self.stacked(specs, torch.float32 if field in FLOAT_FIELDS else dtype)
+            else self.stacked(specs, Dtype.FP32 if field in FLOAT_FIELDS else dtype)
             for field, specs in layout.items()
         }
         return LayerWeights(**fields)
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor:
+    def final_norm(self, dtype: Dtype) -> Tensor:
         """[hidden_size]; with a bias [2 * hidden_size]"""
         return self.stacked(final_norm_specs(self._config), dtype)
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
+    def lm_head(self, dtype: Dtype) -> Tensor | QuantizedWeight | None:
         """[vocab_size, hidden_size]; None if the embedding is used instead."""
         return self.linear((lm_head_spec(self._config),), dtype) if self._config.has_own_lm_head else None
 
     def linear(
-        self, specs: tuple[TensorSpec, ...], dtype: torch.dtype, *, in_parts: bool = False
+        self, specs: tuple[TensorSpec, ...], dtype: Dtype, *, in_parts: bool = False
     ) -> Tensor | QuantizedWeight:
         """Like `stacked`, or in the checkpoint's own form. in_parts: each tensor may have another."""
         stored = [self._stored[spec.name] for spec in specs]
@@ -176,10 +173,10 @@ class DecoderWeights:
         self._progress.advance(sum(counts))
         return weight
 
-    def stacked(self, specs: tuple[TensorSpec, ...], dtype: torch.dtype) -> Tensor:
+    def stacked(self, specs: tuple[TensorSpec, ...], dtype: Dtype) -> Tensor:
         """The tensors stacked along their first dimension."""
         rows = sum(spec.shape[0] for spec in specs)
-        stacked = torch.empty(rows, *specs[0].shape[1:], dtype=dtype)
+        stacked = torch.empty(rows, *specs[0].shape[1:], dtype=dtype.in_torch)
         self._num_dequantized += any(isinstance(self._stored[spec.name], FormattedMatrix) for spec in specs)
         row = 0
         for spec in specs:
@@ -235,18 +232,6 @@ def _covered(
         return {*linear_names(config), *((EMBEDDING, INPUT_TABLE) if formats.cover_embedding else ())}
     matrices = (spec.name for spec in expected if len(spec.shape) == _MATRIX_DIMENSIONS)
     return {name for name in matrices if f"{name.removesuffix('weight')}{formats.marker}" in files}
-
-
-def choose_dtype(requested: str, own: torch.dtype, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The dtype to compute in; "auto" is the checkpoint's own, with fp16_as for fp16. Raises StartupError."""
-    match requested:
-        case "bf16":
-            return torch.bfloat16
-        case "fp32":
-            return torch.float32
-        case "auto":
-            return fp16_as if own is torch.float16 else own
-    raise StartupError(f"dtype is {shorten(requested)}; it must be auto, bf16 or fp32")
 
 
 def open_tensor_files(model_dir: Path, closers: ExitStack) -> tuple[dict[str, TensorFile], str]:

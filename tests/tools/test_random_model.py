@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.files.generation_config import read_generation_defaults
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import (
     SPECIAL_TOKENS,
@@ -53,8 +54,8 @@ def test_transformers_and_penstock_load_every_architecture(architecture: Any, ti
     assert model.dtype == torch.bfloat16
     assert config.tie_embeddings == tie
     with open_weights(out, config) as weights:
-        assert weights.choose_dtype("auto") == torch.bfloat16
-        theirs, layer = model.model.layers[1].mlp, weights.layer(1, torch.bfloat16)
+        assert weights.choose_dtype("auto") is Dtype.BF16
+        theirs, layer = model.model.layers[1].mlp, weights.layer(1, Dtype.BF16)
         if architecture == "qwen3-moe":
             assert layer.expert_down is not None
             assert torch.equal(layer.expert_down.view(4, 64, 48), theirs.experts.down_proj)

@@ -12,9 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.config.architectures.encoder_names import ANSWERS
 from penstock.backend.checkpoint.config.architectures.names import decoder_of, find_architecture
 from penstock.backend.checkpoint.config.tensors import EMBEDDING, LM_HEAD, TensorSpec
@@ -29,6 +26,7 @@ from penstock.backend.checkpoint.formats.stored_weight import StoredWeight, find
 from penstock.backend.checkpoint.tensor_files.opening import fit_to_decoder, fit_vocab_size
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
+from penstock.backend.lazy_torch import Tensor, torch
 from penstock.process.native_libraries import LibraryError
 
 TASKS = ("auto", "generate", "embed", "rerank", "classify")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.tensors import TensorSpec
-from penstock.backend.checkpoint.config_json import read_declared_dtype
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig, HeadLayer
 from penstock.backend.checkpoint.encoders.tensors import (
     EncoderLayerWeights,
@@ -49,7 +48,6 @@ class EncoderWeights:
         config: EncoderConfig,
         prefix: str,
         stored: dict[str, StoredWeight],
-        declared_dtype: torch.dtype | None,
         progress: Progress,
         closers: ExitStack,
     ) -> None:
@@ -58,7 +56,6 @@ class EncoderWeights:
         self._names = config.names
         self._prefix = prefix
         self._stored = stored
-        self.declared_dtype = declared_dtype
         self._progress = progress
         self._closers = closers
 
@@ -146,8 +143,7 @@ def open_encoder(
         refuse_unplaced(files.values(), placed, is_harmless, "an encoder")
         num_bytes = sum(weight.num_bytes for weight in stored.values())
         progress = closers.enter_context(closing(make_progress(num_bytes)))
-        dtype = read_declared_dtype(model_dir)
-        return EncoderWeights(config, prefix, stored, dtype, progress, closers.pop_all())
+        return EncoderWeights(config, prefix, stored, progress, closers.pop_all())
 
 
 def _needed(config: EncoderConfig, prefix: str) -> Iterator[TensorSpec]:

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
-
 from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.lazy_torch import Tensor
 
 Shape: TypeAlias = tuple[int, int]
 """(outputs, inputs)"""

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.config.tensors import ExpertSlice, TensorSpec
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
@@ -23,7 +20,9 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 )
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.lazy_torch import Tensor, torch
 
 Advance = Callable[[int], None]
 """Receives the number of stored bytes that were read."""
@@ -66,7 +65,7 @@ class PlainTensor:
         return self.stored.num_bytes
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Dtype:
         return FLOAT_DTYPES[self.stored.dtype]
 
     def read(self, advance: Advance) -> Tensor:
@@ -156,7 +155,7 @@ class FormattedMatrix:
         """Raises StartupError for numbers that the format does not allow, or scales that are not finite."""
         parts = {name: part.read(advance) for name, part in self.stored.items()}
         for name, tensor in parts.items():
-            if tensor.dtype in FLOAT_DTYPES.values() and not bool(tensor.isfinite().all()):
+            if tensor.is_floating_point() and tensor.itemsize > 1 and not bool(tensor.isfinite().all()):
                 raise StartupError(f"tensor {_part_name(self.name, name)} has numbers that are not finite")
         try:
             self.format.check(parts, self.shape)

@@ -13,29 +13,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.files.json_file import LFS_MARK, refuse_lfs_pointer
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.lazy_torch import Tensor, torch
 
 WINDOW_BYTES = 8 << 20
 
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-READABLE_DTYPES = FLOAT_DTYPES | {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-ITEM_BYTES = {name: dtype.itemsize for name, dtype in READABLE_DTYPES.items()} | {
-    "F64": 8, "U64": 8, "U16": 2, "BOOL": 1, "F8_E5M2": 1
+FLOAT_DTYPES = {"F32": Dtype.FP32, "F16": Dtype.FP16, "BF16": Dtype.BF16}
+"""By the names of safetensors, as below."""
+READABLE_DTYPES = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "U32": "uint32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-"""By the names of safetensors."""
+"""Their names in torch."""
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class TensorFile:
 
         Calls advance with the number of stored bytes after each window.
         """
-        source_dtype = READABLE_DTYPES[tensor.dtype]
+        source_dtype = _in_torch(tensor)
         item_bytes = ITEM_BYTES[tensor.dtype]
         flat = target.view(-1)
         window_items = WINDOW_BYTES // item_bytes
@@ -92,11 +87,9 @@ class TensorFile:
         advance(tensor.num_bytes)
         count = math.prod(tensor.shape)
         if not count:
-            return torch.empty(tensor.shape, dtype=READABLE_DTYPES[tensor.dtype])
+            return torch.empty(tensor.shape, dtype=_in_torch(tensor))
         mapping, lead = self._map(tensor.first_byte, tensor.num_bytes)
-        return torch.frombuffer(mapping, dtype=READABLE_DTYPES[tensor.dtype], count=count, offset=lead).view(
-            tensor.shape
-        )
+        return torch.frombuffer(mapping, dtype=_in_torch(tensor), count=count, offset=lead).view(tensor.shape)
 
     def _map(self, first_byte: int, num_bytes: int) -> tuple[mmap.mmap, int]:
         """Map bytes of the file, and return where they begin in the mapping."""
@@ -108,6 +101,11 @@ class TensorFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _in_torch(tensor: StoredTensor) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, READABLE_DTYPES[tensor.dtype])
+    return dtype
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     EMBEDDING,
@@ -28,6 +26,7 @@ from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Form
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm, StackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stacked_form
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 
 BYTE_GROUP = 32
@@ -189,7 +188,7 @@ def packed_linears(
 
 def weight_bytes(
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     quantization: Quantization | None,
     formats: StoredFormats = PLAIN,
     keeps: Callable[[WeightForm], bool] = has_cpu_kernels,

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -55,6 +54,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     QuantizedWeight,
 )
 from penstock.backend.checkpoint.weights import DecoderWeights, open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
 
@@ -98,28 +98,28 @@ class QuantizedCheckpoint:
             else:
                 self._writer.discard()
 
-    def choose_dtype(self, requested: str, fp16_as: torch.dtype = torch.bfloat16) -> torch.dtype:
+    def choose_dtype(self, requested: str, fp16_as: Dtype = Dtype.BF16) -> Dtype:
         """As `DecoderWeights.choose_dtype`. It applies to activations, and to an embedding that is not
         lm_head as well."""
         return self._plain.choose_dtype(requested, fp16_as)
 
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def embedding(self, dtype: Dtype) -> Tensor | QuantizedWeight:
         return self._linear(LM_HEAD) if self._config.tie_embeddings else self._plain.embedding(dtype)
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[QuantizedWeight]:  # noqa: ARG002 - what is not quantised stays fp32
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[QuantizedWeight]:  # noqa: ARG002 - what is not quantised stays fp32
         layout = layer_specs(self._config, index)
         fields: dict[str, Any] = {
             field: self._linear(linear_name(index, field))
             if field in LINEARS
-            else self._plain.stacked(specs, torch.float32)
+            else self._plain.stacked(specs, Dtype.FP32)
             for field, specs in layout.items()
         }
         return LayerWeights(**fields)
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - it stays fp32
-        return self._plain.final_norm(torch.float32)
+    def final_norm(self, dtype: Dtype) -> Tensor:  # noqa: ARG002 - it stays fp32
+        return self._plain.final_norm(Dtype.FP32)
 
-    def lm_head(self, dtype: torch.dtype) -> QuantizedWeight | None:  # noqa: ARG002 - it is quantised
+    def lm_head(self, dtype: Dtype) -> QuantizedWeight | None:  # noqa: ARG002 - it is quantised
         return self._linear(LM_HEAD) if self._config.has_own_lm_head else None
 
     def _linear(self, name: str) -> QuantizedWeight:

@@ -11,9 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import layer_specs
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
@@ -23,6 +20,7 @@ from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, Stored
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
+from penstock.backend.lazy_torch import Tensor, torch
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTED_FIELDS = ("qkv", "o", "gate_up", "down")

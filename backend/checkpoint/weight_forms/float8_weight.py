@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from penstock.backend.lazy_torch import Tensor, torch
 
 FLOAT8_GROUP_SIZE = 128
 """Inputs of a group that kernels can multiply."""

@@ -10,9 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight, check_scales, check_tensor
 from penstock.backend.checkpoint.weight_forms.quantized_forms import (
     GROUP_SIZES,
@@ -20,6 +17,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_forms import (
     PackedForm,
     StackedForm,
 )
+from penstock.backend.lazy_torch import Tensor, torch
 
 MAX_QUANTIZED_INPUTS = 1 << 17
 """127 × 128 × this is below 2^31, so a sum of products of int8 is exact in int32: activations are from -127 to 127."""

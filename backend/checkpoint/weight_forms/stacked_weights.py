@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from torch import Tensor
-
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, StackedForm, WeightForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     BlockWeight,
@@ -14,6 +12,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     SimpleWeight,
     StackedWeight,
 )
+from penstock.backend.lazy_torch import Tensor
 
 PART_OUTPUTS = 64
 """The outputs of a part of a `StackedWeight` are a multiple of this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from penstock.backend.passes.cpu.library.native_structs import Attention
 from penstock.backend.passes.cpu.weight_memory.anonymous import map_memory
@@ -13,7 +13,7 @@ from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUE
 from penstock.backend.passes.ops.layer_groups import unit_values
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.passes.ops.interface import AttentionLayer
@@ -27,33 +27,40 @@ class NativeCache:
         self._rope_begins = rope_begins
         self._layers: dict[int, Attention] = {}
         self._page_bytes = 0
-        """From one page of a tensor to the next."""
+        """From one page of an array to the next."""
         self._unit_bytes = 0
         """The bytes of a layer's page, or of a unit of `LayerGroups`."""
-        self.tensors: list[Tensor] = []
+        self.arrays: list[NDArray[np.uint8]] = []
         """One per layer, uint8 [num_pages, bytes of a page]; its layout: kernels/attention/paged_cache.h. If layers
         have different sizes, one for all together."""
 
     def create(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._unit_bytes = self._unit_values * page_size_tokens * KV_BLOCK_BYTES[kv_dtype] // KV_BLOCK_VALUES
-        num_tensors, units = (1, num_layers) if self._is_mixed else (num_layers, 1)
+        num_arrays, units = (1, num_layers) if self._is_mixed else (num_layers, 1)
         self._page_bytes = units * self._unit_bytes
-        memory = map_memory(num_tensors * num_pages * self._page_bytes)
-        self.tensors = list(torch.frombuffer(memory, dtype=torch.uint8).view(num_tensors, num_pages, self._page_bytes))
+        memory = map_memory(num_arrays * num_pages * self._page_bytes)
+        self.arrays = list(np.frombuffer(memory, np.uint8).reshape(num_arrays, num_pages, self._page_bytes))
         self._layers.clear()
+
+    def save(self, page: int, content: NDArray[np.uint8]) -> None:
+        np.concatenate([layer[page] for layer in self.arrays], out=content)
+
+    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        for layer, part in zip(self.arrays, content.reshape(len(self.arrays), -1), strict=True):
+            layer[page] = part
 
     def release(self) -> None:
         self._layers.clear()
-        self.tensors = []
+        self.arrays = []
 
     def attention_of(self, layer: AttentionLayer) -> int:
         """Return the address of the layer's struct."""
         struct = self._layers.get(layer.index)
         if struct is None:
             query_rope, key_rope = (-1 if rope is None else self._rope_begins[rope] for rope in layer.ropes)
-            tensor, offset = divmod(layer.cache_index * self._unit_bytes, self._page_bytes)
+            index, offset = divmod(layer.cache_index * self._unit_bytes, self._page_bytes)
             struct = self._layers[layer.index] = Attention(
-                cache=self.tensors[tensor].data_ptr() + offset,
+                cache=self.arrays[index].ctypes.data + offset,
                 page_bytes=self._page_bytes,
                 group=layer.group,
                 q_norm=_address(layer.q_norm),
@@ -69,5 +76,5 @@ class NativeCache:
         return ctypes.addressof(struct)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(vector: NDArray[np.float32] | None) -> int | None:
+    return None if vector is None else vector.ctypes.data

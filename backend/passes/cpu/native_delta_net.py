@@ -6,14 +6,15 @@ import ctypes
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
+from penstock.backend.dtypes import Dtype, empty_array
 from penstock.backend.passes.cpu.library.native_structs import Buffer, DeltaNet, LinearOutput, OperationKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.config.decoder_config import DeltaNet as Settings
     from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 class _Layer:
     struct: DeltaNet
     gates: PackedLinear
-    weights: tuple[Tensor, ...]
+    weights: tuple[NDArray[np.float32], ...]
     """They own the memory that the struct points to, as states do."""
-    states: tuple[Tensor, ...] = ()
+    states: tuple[NDArray[np.float32], ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,17 +45,17 @@ class NativeDeltaNetOps:
 
     def __post_init__(self) -> None:
         net = self.settings
-        self.buffers = Buffer(2 * net.num_value_heads, torch.float32), Buffer(net.num_channels, torch.float32)
+        self.buffers = Buffer(2 * net.num_value_heads, Dtype.FP32), Buffer(net.num_channels, Dtype.FP32)
 
     def pack(self, weights: DeltaNetWeights) -> _Layer:
         net = self.settings
         plain = (weights.conv.t(), weights.bias, weights.decays, weights.norm)
         conv, bias, decays, norm = vectors = tuple(self.packer.vector(vector) for vector in plain)
         struct = DeltaNet(
-            conv=conv.data_ptr(),
-            bias=bias.data_ptr(),
-            decays=decays.data_ptr(),
-            norm=norm.data_ptr(),
+            conv=conv.ctypes.data,
+            bias=bias.ctypes.data,
+            decays=decays.ctypes.data,
+            norm=norm.ctypes.data,
             key_heads=net.num_key_heads,
             value_heads=net.num_value_heads,
             key_dim=net.key_dim,
@@ -69,10 +70,10 @@ class NativeDeltaNetOps:
     def create_states(self, num_slots: int) -> None:
         net = self.settings
         for layer in self._layers:
-            states = torch.empty(num_slots, net.value_size, net.key_dim)
-            inputs = torch.empty(num_slots, net.conv_width - 1, net.num_channels)
+            states = empty_array((num_slots, net.value_size, net.key_dim), Dtype.FP32)
+            inputs = empty_array((num_slots, net.conv_width - 1, net.num_channels), Dtype.FP32)
             layer.states = states, inputs
-            layer.struct.states, layer.struct.inputs = states.data_ptr(), inputs.data_ptr()
+            layer.struct.states, layer.struct.inputs = states.ctypes.data, inputs.ctypes.data
 
     def run(self, inputs: int, x: int, layer: _Layer, step: object) -> int:  # noqa: ARG002 - ps_plan received the step
         gates, mixed = self.buffers

@@ -6,9 +6,7 @@ import ctypes
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-from torch.nn import functional
-
+from penstock.backend.lazy_torch import Tensor, torch
 from penstock.backend.passes.cpu.library.native_structs import MAX_ADAPTER_PARTS, Adapter, AdapterPart
 
 if TYPE_CHECKING:
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.cpu.library.native_structs import Linear
     from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear
 
@@ -35,7 +34,7 @@ class NativeAdapters:
     """Implements `LinearAdapters`. It owns the memory that the structs of linears point to; dtype is the
     activations'."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: Dtype) -> None:
         self._dtype = dtype
         self._of_linears: dict[int, tuple[ctypes.Array[Adapter], list[_Prepared | None]]] = {}
         """By the id of a packed linear, which the model keeps."""
@@ -56,10 +55,10 @@ class NativeAdapters:
         linear.struct.most_ranks = max(struct.num_ranks for struct in structs)
 
 
-def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torch.dtype) -> list[Tensor]:
+def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: Dtype) -> list[Tensor]:
     """Return the tensors that the struct points to."""
     stacked = torch.cat([lora.down for lora in loras])
-    down = functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype).contiguous()
+    down = torch.nn.functional.pad(stacked, (0, 0, 0, -len(stacked) % _RANKS_AT_ONCE)).to(dtype.in_torch).contiguous()
     struct.down, struct.num_ranks = down.data_ptr(), len(down)
     tensors, first_rank = [down], 0
     for lora in loras:
@@ -67,7 +66,7 @@ def _fill(struct: Adapter, loras: list[LoraWeights], linear: Linear, dtype: torc
         for half in _halves(lora, linear):
             if struct.num_parts == MAX_ADAPTER_PARTS:
                 raise RuntimeError("a linear has more parts than the kernels know; this is a bug")
-            up = _strips(half.up * linear.scale).to(dtype).contiguous()
+            up = _strips(half.up * linear.scale).to(dtype.in_torch).contiguous()
             struct.parts[struct.num_parts] = AdapterPart(
                 up=up.data_ptr(),
                 first_output=half.first_output,
@@ -93,5 +92,5 @@ def _halves(lora: LoraWeights, linear: Linear) -> Iterator[LoraWeights]:
 
 def _strips(up: Tensor) -> Tensor:
     """[outputs, rank] → [strips, rank, 16]"""
-    padded = functional.pad(up, (0, 0, 0, -len(up) % _STRIP))
+    padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % _STRIP))
     return padded.view(-1, _STRIP, up.shape[1]).transpose(1, 2)

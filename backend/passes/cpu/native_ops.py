@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
+from penstock.backend.dtypes import Dtype, widen_bf16
 from penstock.backend.passes.cpu.library.native_structs import (
     CACHE_FORMS,
     AddNorm,
@@ -75,7 +75,7 @@ class _Program:
     operations: ctypes.Array[Operation]
     address: int
     logits: NDArray[np.float32]
-    """All of the buffer. Views of it cost less in each step than views of a tensor."""
+    """All of the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class NativeOps:
         self,
         library: ctypes.CDLL,
         config: DecoderConfig,
-        dtype: torch.dtype,
+        dtype: Dtype,
         max_batch_tokens: int,
         num_threads: int,
         spin_s: float,
@@ -129,7 +129,7 @@ class NativeOps:
         self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
         self.open_queue = partial(StepQueue, library, self._engine, self._prepare_queued)
         """Close it before the operations."""
-        self._kv = NativeCache(config, self._rope_table.begins)
+        self.cache = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
         self._programs: dict[bool, _Program] = {}
@@ -145,16 +145,16 @@ class NativeOps:
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
         projected_width, mixed_width = _widths_of_mixers(config)
-        self._residual = Buffer(config.hidden_size, torch.float32)
-        self._last_residual = Buffer(config.hidden_size, torch.float32)
+        self._residual = Buffer(config.hidden_size, Dtype.FP32)
+        self._last_residual = Buffer(config.hidden_size, Dtype.FP32)
         self._hidden = Buffer(config.hidden_size, dtype)
         self._qkv = Buffer(projected_width, dtype)
         self._attended = Buffer(mixed_width, dtype)
         self._gated = Buffer(max(mlp_width, shared_width), dtype)
-        self._router_logits = Buffer(0 if config.experts is None else config.experts.count, torch.float32)
-        self._added = Buffer(config.hidden_size, torch.float32)
+        self._router_logits = Buffer(0 if config.experts is None else config.experts.count, Dtype.FP32)
+        self._added = Buffer(config.hidden_size, Dtype.FP32)
         """The result of attention or MLP before its norm, which is then added to the residual stream."""
-        self._logits = Buffer(config.logits_width, torch.float32)
+        self._logits = Buffer(config.logits_width, Dtype.FP32)
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
@@ -171,10 +171,6 @@ class NativeOps:
             buffer.reserve(max_batch_tokens)
 
     @property
-    def cache(self) -> list[Tensor]:
-        return self._kv.tensors
-
-    @property
     def experts(self) -> NativeExpertOps | None:
         if self._settings is None:
             return None
@@ -187,7 +183,7 @@ class NativeOps:
     ) -> PackedLinear:
         return self.weights.pack(weight, bias, scale, is_gated=is_gated)
 
-    def vector(self, weight: Tensor) -> Tensor:
+    def vector(self, weight: Tensor) -> NDArray[np.float32]:
         return self.weights.vector(weight)
 
     def table(self, weight: Tensor) -> EmbeddingTable:
@@ -197,7 +193,7 @@ class NativeOps:
         return EmbeddingTable.of_packed(linear)
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        self._kv.create(num_layers, num_pages, page_size_tokens, kv_dtype)
+        self.cache.create(num_layers, num_pages, page_size_tokens, kv_dtype)
         self._forget_programs()
         self._library.ps_set_cache(self._engine, page_size_tokens, CACHE_FORMS[kv_dtype])
 
@@ -206,7 +202,7 @@ class NativeOps:
         if batch.page_copies:
             batch.check_page_moves()
             sources, destinations = np.array(batch.page_copies).T
-            for pages in self.cache:
+            for pages in self.cache.arrays:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
         rows = self._step_rows
@@ -232,11 +228,11 @@ class NativeOps:
         if program is None:
             operations = self._record(partial(forward, step, needs_logits=needs_logits))
             array = (Operation * len(operations))(*operations)
-            program = _Program(array, ctypes.addressof(array), self._logits.rows.numpy())
+            program = _Program(array, ctypes.addressof(array), self._logits.rows)
             self._programs[needs_logits] = program
         if step.embeddings:  # they replace rows of the first operation's result
             self._run(program, 0, 1)
-            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
+            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
             self._run(program, 1, len(program.operations))
         else:
             self._run(program, 0, len(program.operations))
@@ -293,11 +289,11 @@ class NativeOps:
     def embed(self, table: EmbeddingTable, step: _Step) -> int:
         out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
         if self._recording is None:
-            place_embeddings(self._residual.rows.numpy(), step.embeddings, self._scales.given_embeddings)
+            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
         return out
 
-    def norm(self, residual: int, weight: Tensor | None) -> int:
-        address = None if weight is None else weight.data_ptr()
+    def norm(self, residual: int, weight: NDArray[np.float32] | None) -> int:
+        address = None if weight is None else weight.ctypes.data
         return self._do(OperationKind.NORM, address, residual, self._hidden.address)
 
     final_norm = norm
@@ -308,27 +304,27 @@ class NativeOps:
     def linear(self, x: int, weights: PackedLinear) -> int:
         return self._linear(x, weights, self._qkv.address, LinearOutput.STORE)
 
-    def linear_add(self, x: int, weights: PackedLinear, residual: int, norm: Tensor | None = None) -> None:
+    def linear_add(self, x: int, weights: PackedLinear, residual: int, norm: NDArray[np.float32] | None = None) -> None:
         if norm is None:
             self._linear(x, weights, residual, LinearOutput.ADD)
             return
         added = self._linear(x, weights, self._added.address, LinearOutput.STORE_FLOAT)
         self._add_norm(added, norm, residual)
 
-    def _add_norm(self, x: int, norm: Tensor, residual: int, form: AddNorm = AddNorm.ADD) -> None:
+    def _add_norm(self, x: int, norm: NDArray[np.float32], residual: int, form: AddNorm = AddNorm.ADD) -> None:
         if len(norm) == self._residual.width + 1:
             form = AddNorm.ADD_AND_SCALE
-        self._do(OperationKind.ADD_NORM, norm.data_ptr(), x, residual, form)
+        self._do(OperationKind.ADD_NORM, norm.ctypes.data, x, residual, form)
 
     def activated_linear(self, x: int, weights: PackedLinear) -> int:
         output = self._gated_output if weights.struct.gated else LinearOutput.GELU
         return self._linear(x, weights, self._gated.address, output)
 
     def rotate_and_store(self, qkv: int, step: _Step, layer: AttentionLayer) -> None:  # noqa: ARG002 - ps_plan received the step
-        self._do(OperationKind.ROTATE_AND_STORE, self._kv.attention_of(layer), None, qkv)
+        self._do(OperationKind.ROTATE_AND_STORE, self.cache.attention_of(layer), None, qkv)
 
     def attention(self, qkv: int, step: _Step, layer: AttentionLayer) -> int:  # noqa: ARG002 - as above
-        return self._do(OperationKind.ATTENTION, self._kv.attention_of(layer), qkv, self._attended.address)
+        return self._do(OperationKind.ATTENTION, self.cache.attention_of(layer), qkv, self._attended.address)
 
     def last_tokens(self, qkv: int, residual: int, step: _Step) -> tuple[int, int, _Step]:
         self._last_residual.reserve(step.num_last)
@@ -368,12 +364,11 @@ class NativeOps:
         self._linear(x, weights, self._logits.address, LinearOutput.STORE_FLOAT)
         if self._scales.logits_softcap is not None:
             self._do(OperationKind.CAP_LOGITS, None, None, self._logits.address, self._logits.rows.shape[1])
-        logits: NDArray[np.float32] = self._logits.rows[: self._num_rows].numpy()
-        return logits
+        return self._logits.rows[: self._num_rows]
 
     def normed_rows(self, normed: int, num_rows: int) -> NDArray[np.float32]:  # noqa: ARG002 - `norm` has only one buffer
-        rows: NDArray[np.float32] = self._hidden.rows[:num_rows].to(torch.float32, copy=True).numpy()
-        return rows
+        rows = self._hidden.rows[:num_rows]
+        return widen_bf16(rows) if self._dtype is Dtype.BF16 else rows.copy()
 
     def close(self) -> None:
         """Stop the kernels' threads and release the cache. Idempotent."""
@@ -383,4 +378,4 @@ class NativeOps:
         if self.delta_net is not None:
             self.delta_net.close()
         self._forget_programs()
-        self._kv.release()
+        self.cache.release()

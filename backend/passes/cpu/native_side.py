@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-import torch
-
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import (
     AddNorm,
     Buffer,
@@ -14,12 +13,12 @@ from penstock.backend.passes.cpu.library.native_structs import (
     LinearOutput,
     OperationKind,
 )
-from penstock.backend.passes.cpu.weight_memory.native_weights import EmbeddingTable
-from penstock.backend.passes.ops.interface import round_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -36,10 +35,10 @@ class NativeSideOps:
         self,
         config: DecoderConfig,
         packer: WeightPacker,
-        dtype: torch.dtype,
+        dtype: Dtype,
         do: Callable[..., int],
         linear: Callable[[int, PackedLinear, int, LinearOutput], int],
-        norm: Callable[[int, Tensor | None], int],
+        norm: Callable[[int, NDArray[np.float32] | None], int],
         add_norm: Callable[..., None],
         experts: Callable[[], NativeExpertOps | None],
     ) -> None:
@@ -48,24 +47,17 @@ class NativeSideOps:
         self._do, self._linear, self._norm, self._add_norm = do, linear, norm, add_norm
         self._projection: PackedLinear | None = None
         self._projection_scale = config.hidden_size**-0.5
-        self._struct = LayerInputs(width=size, num_layers=config.num_layers, scale=round_scale(size**0.5, dtype))
+        self._struct = LayerInputs(width=size, num_layers=config.num_layers, scale=dtype.round(size**0.5))
         self._owners: tuple[object, ...] = ()
         """Of the memory that the struct points to."""
-        self._inputs, self._gates = Buffer(config.num_layers * size, torch.float32), Buffer(size, dtype)
-        self._results, self._sum = Buffer(width, torch.float32), Buffer(width, torch.float32)
+        self._inputs, self._gates = Buffer(config.num_layers * size, Dtype.FP32), Buffer(size, dtype)
+        self._results, self._sum = Buffer(width, Dtype.FP32), Buffer(width, Dtype.FP32)
         self.buffers = (self._inputs, self._gates, self._results, self._sum)
 
     def pack_inputs(self, table: Tensor | QuantizedWeight, projection: Tensor | QuantizedWeight, norm: Tensor) -> None:
-        pack = self._packer.pack
-        is_plain = isinstance(table, torch.Tensor)
-        rows = (
-            self._packer.table(table)
-            if isinstance(table, torch.Tensor)
-            else EmbeddingTable.of_packed(pack(table, None, 1.0, is_gated=False))
-        )
-        vector = self._packer.vector(norm)
-        self._projection = pack(projection, None, self._projection_scale, is_gated=False)
-        self._struct.table, self._struct.is_packed, self._struct.norm = rows.address, not is_plain, vector.data_ptr()
+        rows, vector = self._packer.table(table), self._packer.vector(norm)
+        self._projection = self._packer.pack(projection, None, self._projection_scale, is_gated=False)
+        self._struct.table, self._struct.is_packed, self._struct.norm = rows.address, rows.is_packed, vector.ctypes.data
         self._owners = rows, vector
 
     def begin_inputs(self, residual: int, step: object) -> None:  # noqa: ARG002 - ps_plan received the step

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
-import torch
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, RopeConfig
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import StepBatch
+from penstock.backend.lazy_torch import torch
 from penstock.backend.passes.cpu.native_ops import NativeOps
 
 TIMED_ROWS = (1, 32)
@@ -57,7 +58,7 @@ def time_products(libraries: Mapping[str, tuple[ctypes.CDLL, bool]]) -> dict[str
             products = {}
             for name, (library, uses_tiles) in libraries.items():
                 # One thread: on a busy machine two threads may share a core for as long as this takes.
-                ops = NativeOps(library, _CONFIG, torch.bfloat16, max(TIMED_ROWS), 1, spin_s=0.0, uses_tiles=uses_tiles)
+                ops = NativeOps(library, _CONFIG, Dtype.BF16, max(TIMED_ROWS), 1, spin_s=0.0, uses_tiles=uses_tiles)
                 all_ops.append(ops)
                 products[name] = timed_products(ops, _CONFIG)
             return _least_times(products)

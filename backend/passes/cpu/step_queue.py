@@ -34,7 +34,7 @@ def describe_rows(
     rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
     adapters = () if batch.adapters is None else (batch.adapters,)
     rows.has_adapters = len(adapters)
-    rows.rope = rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).data_ptr()
+    rows.rope = rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).ctypes.data
     rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
     rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], len(batch.logit_rows)
     return (

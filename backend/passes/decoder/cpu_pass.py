@@ -9,15 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
-from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
-from penstock.backend.passes.cpu.in_torch.paged_cache import restore_page, save_page
-from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
@@ -80,7 +77,7 @@ class CpuDecoderPass(HostSampling):
         config: DecoderConfig,
         weights: Weights,
         ops: CpuOps,
-        dtype: torch.dtype,
+        dtype: Dtype,
         max_running: int,
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
@@ -104,10 +101,9 @@ class CpuDecoderPass(HostSampling):
         self._dtype = dtype
         self._turns_heads = turns_heads
         self._places: PagePlaces | None = None
-        with torch.inference_mode():
-            self._model = DecoderModel(config, ops, weights, dtype, self._groups)
-            for index, adapter in enumerate(adapters):
-                self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
+        self._model = DecoderModel(config, ops, weights, dtype, self._groups)
+        for index, adapter in enumerate(adapters):
+            self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
         verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
         self._spec = replace(spec, verifies_drafts=verifies)
@@ -128,17 +124,16 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
         # Imported here and in `load`: a pass with other weights needs no packages that read checkpoints.
-        from penstock.backend.checkpoint.config_json import read_declared_dtype, read_decoder_config
+        from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype, read_decoder_config
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
-        from penstock.backend.checkpoint.weights import choose_dtype
 
         check_cpu_path(options.cpu_path)
         config = read_decoder_config(model_dir, options.max_context_tokens)
         quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
             check_sizes(quantization, config)
-        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
         formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
@@ -155,7 +150,7 @@ class CpuDecoderPass(HostSampling):
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
 
-            def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> CpuDecoderPass:
+            def build(weights: Weights, dtype: Dtype, ops: CpuOps) -> CpuDecoderPass:
                 return cls(
                     config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters,
                     turns_heads=is_turned,
@@ -169,17 +164,16 @@ class CpuDecoderPass(HostSampling):
         model_dir: Path,
         options: PassOptions,
         config: DecoderConfig,
-        build: Callable[[Weights, torch.dtype, CpuOps], LoadedPass],
+        build: Callable[[Weights, Dtype, CpuOps], LoadedPass],
     ) -> LoadedPass:
         """Return build's pass, which packs the weights, or maps them where an earlier process has left them."""
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
-        from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
         from penstock.backend.passes.cpu.weight_memory.shared import fingerprint, weight_places
         from penstock.backend.passes.shared_weights.sharing import load_or_map
 
         rounds_rows = options.quantize == "none" and read_stored_formats(model_dir).rounds_rows
 
-        def pack(weights: Weights, dtype: torch.dtype, memory: WeightMemory) -> LoadedPass:
+        def pack(weights: Weights, dtype: Dtype, memory: WeightMemory) -> LoadedPass:
             ops = make_cpu_ops(
                 config,
                 dtype,
@@ -199,7 +193,9 @@ class CpuDecoderPass(HostSampling):
         kernels = load_kernels(options.cpu_path) if supports_native_ops(config) else None
         quantization, is_packed = find_cpu_quantization(options.quantize), kernels is not None
 
-        def load(memory: WeightMemory) -> tuple[LoadedPass, torch.dtype]:
+        def load(memory: WeightMemory) -> tuple[LoadedPass, Dtype]:
+            from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+
             with (
                 return_freed_memory(),
                 open_served_weights(model_dir, config, quantization, keeps_file=not is_packed) as weights,
@@ -236,7 +232,7 @@ class CpuDecoderPass(HostSampling):
             return adapter.num_values * self._dtype.itemsize
 
     def read_adapter(self, directory: Path) -> _ReadAdapter:
-        with torch.inference_mode(), self._open_adapter(directory) as adapter:
+        with self._open_adapter(directory) as adapter:
             return _ReadAdapter(adapter.rank, self._model.read_adapter(self._ops.adapters, adapter))
 
     def put_adapter(self, index: int, adapter: _ReadAdapter | None) -> None:
@@ -275,7 +271,7 @@ class CpuDecoderPass(HostSampling):
         self._drain()
         if self._places is not None:
             for page, place in pairs:
-                save_page(self._ops.cache, page, self._places.place(place))
+                self._ops.cache.save(page, self._places.place(place))
                 self._places.note_written(place)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
@@ -288,7 +284,7 @@ class CpuDecoderPass(HostSampling):
         check_groups(batch, len(self._groups.windows))
         if self._places is not None:
             for place, page in batch.page_restores:
-                restore_page(self._ops.cache, page, self._places.place(place))
+                self._ops.cache.restore(page, self._places.place(place))
         input_ids = self.begin_step(batch)
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
@@ -307,7 +303,6 @@ class CpuDecoderPass(HostSampling):
             self._queue.drain()
         return super().sample(logits, batch, masks)
 
-    @torch.inference_mode()
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
         return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
 
@@ -320,7 +315,6 @@ class CpuDecoderPass(HostSampling):
     def hidden_size(self) -> int:
         return self._config.hidden_size
 
-    @torch.inference_mode()
     def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if not len(logits):
             return np.empty((0, self.hidden_size), np.float32)
@@ -343,7 +337,7 @@ def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
 
 def make_cpu_ops(
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     max_batch_tokens: int,
     cpu_path: str = AUTO,
     *,
@@ -373,5 +367,8 @@ def make_cpu_ops(
             memory=memory,
             rounds_rows=rounds_rows,
         )
+    from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
+    from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
+
     ops = DeterministicTorchOps if deterministic else TorchOps
-    return ops(config, dtype, rounds_rows=rounds_rows)
+    return ops(config, dtype.in_torch, rounds_rows=rounds_rows)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from penstock.backend.checkpoint.encoders.decoder_heads import read_pooled_decoder
+from penstock.backend.checkpoint.files.json_file import read_json_object
+from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.pooled_pass import PooledDecoderPass
-from penstock.backend.passes.vision.tower import VisionTower, with_pictures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,14 +28,14 @@ class DecoderPass(IBatchedForwardPass):
         if options.device == "cpu":
             if pooled is not None:
                 return PooledDecoderPass.describe_pooled(model_dir, options, pooled)
-            return with_pictures(CpuDecoderPass.describe(model_dir, options), model_dir, options)
+            return _with_pictures(CpuDecoderPass.describe(model_dir, options), model_dir, options)
         # Imported here, as below: a start on a CPU needs none of it.
         from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
         from penstock.backend.passes.decoder.cuda_pass.pooled_pass import PooledCudaPass
 
         if pooled is not None:
             return PooledCudaPass.describe_pooled(model_dir, options, pooled)
-        return with_pictures(CudaDecoderPass.describe(model_dir, options), model_dir, options)
+        return _with_pictures(CudaDecoderPass.describe(model_dir, options), model_dir, options)
 
     @classmethod
     def load(cls, model_dir: Path | None, options: PassOptions) -> IBatchedForwardPass:
@@ -58,7 +59,9 @@ class DecoderPass(IBatchedForwardPass):
                 if pooled is None
                 else PooledCudaPass.load_pooled(model_dir, options, pooled, device)
             )
-        if pooled is None:
+        if pooled is None and _has_pictures(model_dir):
+            from penstock.backend.passes.vision.tower import VisionTower
+
             loaded.picture_tower = VisionTower.load(model_dir, options)
             if isinstance(loaded, CpuDecoderPass) and options.may_run_ahead and loaded.picture_tower is None:
                 loaded.run_ahead()  # a tower takes turns with the steps
@@ -74,6 +77,18 @@ class DecoderPass(IBatchedForwardPass):
         from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 
         return CudaDecoderPass.shared_bytes(model_dir, options, uuid_of(options.device))
+
+
+def _has_pictures(model_dir: Path) -> bool:
+    return "vision_config" in read_json_object(model_dir / CONFIG_FILE)
+
+
+def _with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
+    if not _has_pictures(model_dir):
+        return spec
+    from penstock.backend.passes.vision.tower import with_pictures
+
+    return with_pictures(spec, model_dir, options)
 
 
 def _require(model_dir: Path | None) -> Path:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.passes.decoder.packing import (
     Layer,
     Mlp,
@@ -36,6 +34,7 @@ from penstock.backend.passes.ops.interface import (
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
+    from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
 
@@ -49,9 +48,7 @@ class DecoderModel:
     The buffer belongs to the operations; the next step overwrites it.
     """
 
-    def __init__(
-        self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: torch.dtype, groups: LayerGroups
-    ) -> None:
+    def __init__(self, config: DecoderConfig, ops: Ops, weights: Weights, dtype: Dtype, groups: LayerGroups) -> None:
         """Packs the weights layer by layer; at most one layer is in memory unpacked."""
         self._config = config
         self._ops = ops
@@ -61,10 +58,10 @@ class DecoderModel:
         if config.tie_embeddings:
             self._lm_head = ops.pack_linear(embedding, None, logits_scale)
             self._embedding = ops.packed_table(embedding, self._lm_head)
-        elif isinstance(embedding, Tensor):
-            self._embedding = ops.table(embedding)
-        else:
+        elif isinstance(embedding, QuantizedWeight):
             self._embedding = ops.packed_table(embedding, ops.pack_linear(embedding, None))
+        else:
+            self._embedding = ops.table(embedding)
         del embedding
         if not config.tie_embeddings:
             self._lm_head = pack_head(config, ops, weights.lm_head(dtype))

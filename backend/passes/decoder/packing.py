@@ -1,8 +1,7 @@
 """Packs a decoder's weights, layer by layer, in the form of a device's operations.
 
 A checkpoint's conventions end here: norms that add 1 to their weights and heads that rotate neighbouring dimensions
-become plain ones. Packed weights that are mapped are tensors on the meta device here, of which some operations
-(`w[rows]`, `w + 1`, `torch.cat`) import sympy, in 0.15 s.
+become plain ones. Of weights that are packed already only shapes are there (`PackedShape`).
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS
+from penstock.backend.checkpoint.config.weight_shapes import PackedShape
+from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.lazy_torch import Tensor, torch
 from penstock.backend.passes.decoder.row_orders import (
     delta_gates_order,
     delta_in_order,
@@ -38,9 +36,11 @@ from penstock.backend.passes.ops.interface import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +161,21 @@ def _pack_attention(
         sinks=None if sinks is None else ops.vector(sinks),
         group=place[0],
         group_index=place[1],
-        v_norm=ops.vector(torch.ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
+        v_norm=ops.vector(q_norm.new_ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
         has_full_heads=config.has_full_heads(index),
         source=None if source == index else source,
     )
 
 
 def _pack_delta_net(config: DecoderConfig, net: DeltaNet, ops: Ops, plain: _Unpacked) -> Any:
-    gates, order, decays = plain.take("delta_gates"), delta_gates_order(config, net), plain.take("delta_decay")
+    gates, decays = plain.take("delta_gates"), plain.take("delta_decay")
+    if net.has_log_decay and not isinstance(decays, PackedShape):
+        decays = -decays.exp()
     weights = DeltaNetWeights(
-        gates=gates if order is None else gates.index_select(0, order),
+        gates=_take_rows(gates, delta_gates_order(config, net)),
         conv=plain.take("delta_conv").flatten(1),
         bias=plain.take("delta_bias"),
-        decays=-decays.exp() if net.has_log_decay else decays,
+        decays=decays,
         norm=plain.take("delta_norm"),
     )
     return delta_ops(ops).pack(weights)
@@ -190,11 +192,8 @@ def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
     return LayerInput(gate, projection, norm)
 
 
-def _pack_qkv(ops: Ops, plain: _Unpacked, order: Tensor | None) -> Linear:
-    bias = plain.take("qkv_bias")
-    if order is None:
-        return ops.pack_linear(plain.take("qkv"), bias)
-    return ops.pack_linear(_take_rows(plain.take("qkv"), order), None if bias is None else bias.index_select(0, order))
+def _pack_qkv(ops: Ops, plain: _Unpacked, order: NDArray[np.int64] | None) -> Linear:
+    return ops.pack_linear(_take_rows(plain.take("qkv"), order), _take_rows(plain.take("qkv_bias"), order))
 
 
 def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> Mlp | None:
@@ -229,21 +228,34 @@ def pack_norm(config: DecoderConfig, ops: Ops, weight: Tensor | None, factor: Te
     if weight is None:
         return None
     if factor is not None:
-        weight = torch.cat([weight, factor])
+        weight = _join(weight, factor)
     if config.norm == "layer" and not config.norm_bias:
-        weight = functional.pad(weight, (0, len(weight)))
+        weight = _join(weight, weight.new_zeros(len(weight)))
     return ops.vector(_offset(config, weight))
 
 
-def _offset(config: DecoderConfig, weight: Tensor) -> Tensor:
+def _join(first: Any, second: Any) -> Any:
+    if isinstance(first, PackedShape):
+        return PackedShape((len(first) + len(second),))
+    return torch.cat([first, second])
+
+
+def _offset(config: DecoderConfig, weight: Any) -> Any:
+    if not config.norm_offset or isinstance(weight, PackedShape):
+        return weight
     # A copy: the source may give its own tensor.
-    return weight.to(torch.float32, copy=True).add_(config.norm_offset) if config.norm_offset else weight
+    return weight.to(torch.float32, copy=True).add_(config.norm_offset)
 
 
-def _take_rows(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:
-    return weight.index_select(0, rows) if isinstance(weight, Tensor) else take_rows(weight, rows)
+def _take_rows(weight: Any, rows: NDArray[np.int64] | None) -> Any:
+    if rows is None or weight is None or isinstance(weight, PackedShape):
+        return weight
+    order = torch.from_numpy(rows)
+    return take_rows(weight, order) if isinstance(weight, QuantizedWeight) else weight.index_select(0, order)
 
 
-def _reorder_norm(config: DecoderConfig, norm: Tensor | None, order: Tensor) -> Tensor | None:
+def _reorder_norm(config: DecoderConfig, norm: Any, order: NDArray[np.int64]) -> Any:
     """Put the weight of a norm in the heads' new order. It covers whole heads."""
-    return None if norm is None else norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)
+    if norm is None or isinstance(norm, PackedShape):
+        return norm
+    return norm.reshape(-1, config.head_dim)[:, order[: config.head_dim]].reshape(norm.shape)

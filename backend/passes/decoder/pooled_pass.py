@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.encoders.decoder_heads import read_head
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
-from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import StepOutput
 from penstock.backend.passes.cpu.path_choice import check_cpu_path
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -37,7 +36,7 @@ class PooledDecoderPass(CpuDecoderPass):
         pooled: PooledDecoder,
         weights: Weights,
         ops: CpuOps,
-        dtype: torch.dtype,
+        dtype: Dtype,
         max_running: int,
         spec: PassSpec,
     ) -> None:
@@ -51,7 +50,7 @@ class PooledDecoderPass(CpuDecoderPass):
         quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
             check_sizes(quantization, pooled.config)
-        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+        dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
         spec = make_spec(pooled.config, dtype, CPU_KV_DTYPES, quantization, read_stored_formats(model_dir))
         return pooled_spec(spec, pooled)
 
@@ -60,7 +59,7 @@ class PooledDecoderPass(CpuDecoderPass):
         spec = cls.describe_pooled(model_dir, options, pooled)
         head = read_head(model_dir, pooled)
 
-        def build(weights: Weights, dtype: torch.dtype, ops: CpuOps) -> PooledDecoderPass:
+        def build(weights: Weights, dtype: Dtype, ops: CpuOps) -> PooledDecoderPass:
             return cls(pooled, WeightsWithHead(weights, head), ops, dtype, options.max_running, spec)
 
         return cls._load(model_dir, options, pooled.config, build)

@@ -14,7 +14,6 @@ from penstock.backend.passes.ops.layer_groups import one_group, unit_values
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    import torch
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
 
 
 def make_spec(
     config: DecoderConfig,
-    dtype: torch.dtype,
+    dtype: Dtype,
     kv_dtypes: Iterable[str],
     quantization: Quantization | None = None,
     formats: StoredFormats = PLAIN,
@@ -74,17 +74,17 @@ class WeightsWithHead:
     weights: Weights
     head: Tensor | None
 
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight:
+    def embedding(self, dtype: Dtype) -> Tensor | QuantizedWeight:
         return self.weights.embedding(dtype)
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]:
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Tensor | QuantizedWeight]:
         return self.weights.layer(index, dtype)
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor:
+    def final_norm(self, dtype: Dtype) -> Tensor:
         return self.weights.final_norm(dtype)
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.head is None else self.head.to(dtype)
+    def lm_head(self, dtype: Dtype) -> Tensor | None:
+        return None if self.head is None else self.head.to(dtype.in_torch)
 
 
 def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:

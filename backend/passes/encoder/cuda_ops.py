@@ -246,8 +246,8 @@ class CudaEncoderOps(DeviceVectors, DeviceWeights):
 def _turns_of_positions(config: EncoderConfig) -> Tensor:
     """[positions, ropes, 2, head_dim / 2]"""
     positions, count = config.max_context_tokens, len(config.ropes)
-    rows = RopeTable(*config.ropes).cover(positions)[:positions] if count else torch.empty(positions, 0)
-    return rows.view(positions, count, 2, config.head_dim // 2)
+    rows = RopeTable(*config.ropes).cover(positions)[:positions] if count else np.empty((positions, 0), np.float32)
+    return torch.from_numpy(rows).view(positions, count, 2, config.head_dim // 2)
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import (
     IBatchedForwardPass,
@@ -71,7 +72,7 @@ def make_encoder_ops(config: EncoderConfig, dtype: torch.dtype, options: PassOpt
     if kernels is None:
         return TorchEncoderOps(config, dtype)
     return NativeEncoderOps(
-        kernels.library, config, dtype, num_usable_cores(), SPIN_S, uses_tiles=kernels.path.uses_tiles
+        kernels.library, config, Dtype.of(dtype), num_usable_cores(), SPIN_S, uses_tiles=kernels.path.uses_tiles
     )
 
 

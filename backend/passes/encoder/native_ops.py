@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.encoders.encoder_config import Activation, EncoderConfig
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import (
     NORM_KINDS,
     Buffer,
@@ -26,7 +27,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     Shape,
     declare_functions,
 )
-from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
+from penstock.backend.passes.cpu.weight_memory.native_weights import EmbeddingTable, PackedLinear, WeightPacker
 from penstock.backend.passes.encoder.host_vectors import HostVectors
 from penstock.backend.passes.encoder.ops import EmbeddingTables, Encode, EncoderRows, LayerAttention
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -106,7 +107,7 @@ def declare_encoder_functions(library: CDLL) -> None:
         function.restype, function.argtypes = None, arguments
 
 
-def make_encoder_shape(config: EncoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
+def make_encoder_shape(config: EncoderConfig, dtype: Dtype, *, uses_tiles: bool) -> Shape:
     return Shape(
         hidden=config.hidden_size,
         num_heads=config.num_heads,
@@ -114,7 +115,7 @@ def make_encoder_shape(config: EncoderConfig, dtype: torch.dtype, *, uses_tiles:
         head_dim=config.head_dim,
         rotary_dim=config.head_dim,
         page_size=16,
-        act_bf16=dtype is torch.bfloat16,
+        act_bf16=dtype is Dtype.BF16,
         uses_tiles=uses_tiles,
         rope_width=config.head_dim * len(config.ropes),
         norm_kind=NORM_KINDS["layer"],
@@ -155,7 +156,7 @@ class NativeEncoderOps(HostVectors):
         self,
         library: ctypes.CDLL,
         config: EncoderConfig,
-        dtype: torch.dtype,
+        dtype: Dtype,
         num_threads: int,
         spin_s: float,
         *,
@@ -176,7 +177,7 @@ class NativeEncoderOps(HostVectors):
         """By whether only each row's first token is read."""
         self._structs: list[ctypes.Structure] = []
         """To which recorded operations point."""
-        self._residual = Buffer(config.hidden_size, torch.float32)
+        self._residual = Buffer(config.hidden_size, Dtype.FP32)
         self._hidden = Buffer(config.hidden_size, dtype)
         self._qkv = Buffer(3 * config.hidden_size, dtype)
         self._attended = Buffer(config.hidden_size, dtype)
@@ -194,8 +195,8 @@ class NativeEncoderOps(HostVectors):
         padded[: weight.numel()] = weight.flatten()
         return padded[: weight.numel()].view(weight.shape)
 
-    def table(self, weight: Tensor) -> Tensor:
-        return self._packer.table(weight).owner  # type: ignore[return-value]
+    def table(self, weight: Tensor) -> EmbeddingTable:
+        return self._packer.table(weight)
 
     def step(self, doing: str) -> AbstractContextManager[None]:
         """Wakes the kernels' threads."""
@@ -211,11 +212,10 @@ class NativeEncoderOps(HostVectors):
         arrays = [np.ascontiguousarray(array, np.int32) for array in (rows.input_ids, rows.token_types, rows.starts)]
         step = self._step_rows
         step.input_ids, step.token_types, step.starts = (array.ctypes.data for array in arrays)
-        step.rope = self._rope_table.cover(int(np.diff(rows.starts).max())).data_ptr() if self._config.ropes else None
+        step.rope = self._rope_table.cover(int(np.diff(rows.starts).max())).ctypes.data if self._config.ropes else None
         step.num_tokens, step.num_rows = num_tokens, len(rows.starts) - 1
         self._library.ps_run_encoder_step(self._engine, byref(step), program, len(program))
-        hidden: NDArray[np.float32] = self._residual.rows[:num_tokens].numpy()
-        return hidden
+        return self._residual.rows[:num_tokens]
 
     def _record(self, encode: Encode, *, only_first: bool) -> ctypes.Array[Operation]:
         self._recording = operations = list[Operation]()
@@ -243,9 +243,9 @@ class NativeEncoderOps(HostVectors):
     def embed(self, tables: EmbeddingTables) -> int:
         address = self._keep(
             EncoderTables(
-                words=tables.words.data_ptr(),
-                positions=None if tables.positions is None else tables.positions.data_ptr(),
-                token_types=None if tables.token_types is None else tables.token_types.data_ptr(),
+                words=tables.words.address,
+                positions=None if tables.positions is None else tables.positions.address,
+                token_types=None if tables.token_types is None else tables.token_types.address,
                 first_position=self._config.first_position,
             )
         )
@@ -299,7 +299,7 @@ class NativeEncoderOps(HostVectors):
         self._library.ps_plan_encoder(self._engine, byref(EncoderStepRows(num_tokens=count)))
 
     def dense(self, x: NDArray[np.float32], weights: PackedLinear, activation: Activation) -> NDArray[np.float32]:
-        rows = torch.from_numpy(np.ascontiguousarray(x)).to(self._dtype)
+        rows = torch.from_numpy(np.ascontiguousarray(x)).to(self._dtype.in_torch)
         product = np.empty((len(x), weights.struct.outputs), np.float32)
         out = product.ctypes.data
         self._begin_rows(len(x))
@@ -310,7 +310,7 @@ class NativeEncoderOps(HostVectors):
 
     def dense_norm(self, x: NDArray[np.float32], weight: Tensor) -> NDArray[np.float32]:
         normed = np.array(x, np.float32, order="C")
-        scratch = torch.empty(normed.shape, dtype=self._dtype)
+        scratch = torch.empty(normed.shape, dtype=self._dtype.in_torch)
         self._begin_rows(len(x))
         self._do(EncoderOperation.NORM_IN_PLACE, weight.data_ptr(), normed.ctypes.data, scratch.data_ptr())
         return normed

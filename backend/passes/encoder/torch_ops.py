@@ -98,7 +98,8 @@ class TorchEncoderOps(HostVectors):
         count, heads, dim = len(qkv), self._config.num_heads, self._config.head_dim
         q, k, v = qkv.view(count, 3, heads, dim).float().permute(1, 2, 0, 3)
         if layer.rope is not None:
-            turns = self._rope_table.cover(count)[:count].view(count, -1, 2, dim // 2)[:, layer.rope]
+            rows = torch.from_numpy(self._rope_table.cover(count)[:count])
+            turns = rows.view(count, -1, 2, dim // 2)[:, layer.rope]
             q, k = (self._rotated(x, turns) for x in (q, k))
         by_place = None if layer.relative is None else k @ layer.relative.queries.transpose(1, 2)
         attended = [self._attend(q, k, v, first, layer, by_place) for first in range(0, count, _QUERY_BLOCK)]

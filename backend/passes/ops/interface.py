@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.dtypes import Dtype
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.sampling.sampler import IRowSampler
 
@@ -31,13 +30,13 @@ class Weights(Protocol):
     The embedding table and the matrices of linears may be quantised.
     """
 
-    def embedding(self, dtype: torch.dtype) -> Tensor | QuantizedWeight: ...
+    def embedding(self, dtype: Dtype) -> Tensor | QuantizedWeight: ...
 
-    def layer(self, index: int, dtype: torch.dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
+    def layer(self, index: int, dtype: Dtype) -> LayerWeights[Tensor | QuantizedWeight]: ...
 
-    def final_norm(self, dtype: torch.dtype) -> Tensor: ...
+    def final_norm(self, dtype: Dtype) -> Tensor: ...
 
-    def lm_head(self, dtype: torch.dtype) -> Tensor | QuantizedWeight | None:
+    def lm_head(self, dtype: Dtype) -> Tensor | QuantizedWeight | None:
         """None if the embedding table serves as the output layer too."""
 
 
@@ -51,11 +50,6 @@ CPU_KV_DTYPES = ("fp32", "bf16", "q8_0")
 def supports_q8_0(head_dim: int) -> bool:
     """Whether a head's values fill whole blocks of 32."""
     return head_dim % KV_BLOCK_VALUES == 0
-
-
-def round_scale(scale: float, dtype: torch.dtype) -> float:
-    """scale in dtype: checkpoints were trained with it rounded to the weights' type."""
-    return float(torch.tensor(scale, dtype=dtype))
 
 
 Array: TypeAlias = Any
@@ -323,9 +317,12 @@ class LinearAdapters(Protocol):
         """
 
 
-class PageParts(Protocol):
-    def parts(self, page: int) -> list[Tensor]:
-        """All memory of a page."""
+class CpuCache(Protocol):
+    def save(self, page: int, content: NDArray[np.uint8]) -> None:
+        """Copy a page of all layers to content, [bytes of a page]."""
+
+    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        """Copy content, which `save` has written, to a page."""
 
 
 class CpuOps(Ops, Protocol):
@@ -339,8 +336,7 @@ class CpuOps(Ops, Protocol):
         """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
 
     @property
-    def cache(self) -> list[Tensor] | PageParts:
-        """A tensor for each layer, [num_pages, …], or a cache that knows the parts of a page."""
+    def cache(self) -> CpuCache: ...
 
     def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         """num_layers: `LayerGroups.num_layers`."""

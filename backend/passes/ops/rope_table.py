@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import RopeConfig
+from penstock.backend.dtypes import Dtype, empty_array
 
 _FIRST_POSITIONS = 4096
 
@@ -23,29 +24,29 @@ class RopeTable:
         self._ropes = ropes
         self.begins = tuple(accumulate((rope.rotary_dim for rope in ropes), initial=0))
         """Where the numbers of each rope begin in a row, and where the last end."""
-        self.rows = torch.empty(0, sum(rope.rotary_dim for rope in ropes), dtype=torch.float32)
+        self.rows = empty_array((0, self.begins[-1]), Dtype.FP32)
         self._num_positions = 0
 
-    def cover(self, num_positions: int) -> Tensor:
+    def cover(self, num_positions: int) -> NDArray[np.float32]:
         """Return the table with at least num_positions rows. Tables returned earlier stay valid."""
         if num_positions > self._num_positions:
             size = max(_FIRST_POSITIONS, self._num_positions)
             while size < num_positions:
                 size *= 2
-            positions = torch.arange(size, dtype=torch.float64)
-            parts: list[Tensor] = []
+            positions = np.arange(size, dtype=np.float64)[:, None]
+            parts: list[NDArray[np.float32]] = []
             for rope in self._ropes:
-                angles = torch.outer(positions, torch.tensor(rope.inv_freq, dtype=torch.float64))
+                angles = positions * np.array(rope.inv_freq)
                 factors = _factors(rope, positions)
-                parts += [(turned * factors).float() for turned in (angles.cos(), angles.sin())]
+                parts += [(turn(angles) * factors).astype(np.float32) for turn in (np.cos, np.sin)]
             self._num_positions = size
-            self.rows = torch.cat(parts, dim=1)
+            self.rows = empty_array((size, self.begins[-1]), Dtype.FP32)
+            np.concatenate(parts, axis=1, out=self.rows)
         return self.rows
 
 
-def _factors(rope: RopeConfig, positions: Tensor) -> Tensor:
-    """Return the factor of cos and sin at each position, [n, 1]."""
-    factors = torch.full_like(positions, rope.attention_factor)
-    if rope.scale is not None:
-        factors *= 1 + rope.scale.beta * torch.log1p(torch.floor(positions / rope.scale.period))
-    return factors[:, None]
+def _factors(rope: RopeConfig, positions: NDArray[np.float64]) -> NDArray[np.float64] | float:
+    """Return the factor of cos and sin at each position."""
+    if rope.scale is None:
+        return rope.attention_factor
+    return rope.attention_factor * (1 + rope.scale.beta * np.log1p(np.floor(positions / rope.scale.period)))

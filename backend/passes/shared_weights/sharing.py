@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import torch
-
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config.tensors import WeightShapes
+from penstock.backend.checkpoint.config.weight_shapes import WeightShapes
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.ops.interface import Weights
 from penstock.backend.passes.shared_weights.blocks import SharedBlocks, SharedWeightsError, WeightStore
 from penstock.backend.passes.shared_weights.watch import WatchedWeights
@@ -29,11 +28,14 @@ class MappedMemory(Protocol):
     """A `Memory` with the weights of an earlier process, mapped here."""
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> Dtype:
         """The dtype of the weights that are not quantised."""
 
     @property
     def blocks(self) -> SharedBlocks: ...
+
+    def stand_in(self, shape: tuple[int, ...], dtype: Dtype) -> Any:
+        """Return what stands for the numbers of a weight, which are not needed, in the form that packs it."""
 
     def check_some(self) -> int:
         """Check blocks for a moment, and return their number. Raises SharedWeightsError."""
@@ -48,7 +50,7 @@ class MappedMemory(Protocol):
 class FilledMemory(Protocol):
     """A `Memory` that is being filled with weights."""
 
-    def finish(self, fingerprint: str, dtype: torch.dtype) -> SharedBlocks:
+    def finish(self, fingerprint: str, dtype: Dtype) -> SharedBlocks:
         """Make it memory that others can map. Raises OSError, DeviceError, or SharedWeightsError for broken memory."""
 
     @property
@@ -79,8 +81,8 @@ def load_or_map(
     places: Iterable[tuple[WeightStore, Memories]],
     fingerprint: str,
     config: DecoderConfig,
-    build: Callable[[Weights, torch.dtype, Memory], P],
-    load: Callable[[Memory], tuple[P, torch.dtype]],
+    build: Callable[[Weights, Dtype, Memory], P],
+    load: Callable[[Memory], tuple[P, Dtype]],
     private: Callable[[], Memory],
 ) -> tuple[P, WatchedWeights | None]:
     """Return build's pass over weights that are shared in the first place that can be used, or load's, whose weights
@@ -102,7 +104,7 @@ def _find(
     fingerprint: str,
     config: DecoderConfig,
     memories: Memories,
-    build: Callable[[Weights, torch.dtype, Memory], P],
+    build: Callable[[Weights, Dtype, Memory], P],
 ) -> tuple[P, WatchedWeights] | None:
     fds = find_shared(store, fingerprint, memories)
     if fds:
@@ -139,14 +141,14 @@ def _map(
     fds: Sequence[int],
     config: DecoderConfig,
     memories: Memories,
-    build: Callable[[Weights, torch.dtype, Memory], P],
+    build: Callable[[Weights, Dtype, Memory], P],
 ) -> tuple[P, WatchedWeights]:
     """Raises SharedWeightsError."""
     mapped = memories.map(fds)
     blocks = mapped.blocks
     try:
         num_checked = _check_some(store, mapped)
-        built = build(WeightShapes(config), mapped.dtype, mapped)
+        built = build(WeightShapes(config, mapped.stand_in), mapped.dtype, mapped)
         mapped.check_all_placed()
     except BaseException:
         blocks.close()
@@ -172,7 +174,7 @@ def _fill(
     store: WeightStore,
     fingerprint: str,
     memories: Memories,
-    load: Callable[[Memory], tuple[P, torch.dtype]],
+    load: Callable[[Memory], tuple[P, Dtype]],
 ) -> tuple[P, WatchedWeights] | None:
     try:
         with contextlib.closing(memories.fill()) as filled:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from penstock.backend.checkpoint.config_json import choose_dtype
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.tensor_files.opening import count_rows, fit_vocab_size
 from penstock.backend.checkpoint.tensor_files.unplaced import describe_unplaced, is_beside_decoder, is_buffer
-from penstock.backend.checkpoint.weights import choose_dtype, open_tensor_files, read_dequantized
+from penstock.backend.checkpoint.weights import open_tensor_files, read_dequantized
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape
 from penstock.backend.passes.transformers_model.attention import (
@@ -91,7 +93,7 @@ def read_facts(model_dir: Path, dtype: str, max_context_tokens: int | None) -> M
             f"--max-context is {max_context_tokens}; this model supports 1 to {offered}: lower --max-context"
         )
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
-    chosen = choose_dtype(dtype, own)
+    chosen = choose_dtype(dtype, Dtype.of(own)).in_torch
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(kinds)
     model = _model_without_memory(config, chosen)

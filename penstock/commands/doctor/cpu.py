@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.cpu_paths import (
     CpuInfo,
     CpuPath,
@@ -96,13 +98,11 @@ def measure_bandwidth(kernels: NativeKernels, num_threads: int) -> tuple[float, 
     with torch.inference_mode():
         uses_tiles = kernels.path.uses_tiles
         ops = NativeOps(
-            kernels.library, config, torch.bfloat16, max(TIMED_ROWS), num_threads, spin_s=0.0, uses_tiles=uses_tiles
+            kernels.library, config, Dtype.BF16, max(TIMED_ROWS), num_threads, spin_s=0.0, uses_tiles=uses_tiles
         )
         try:
             multiply = timed_products(ops, config)[0]
-            memory = [
-                part[: len(part) // _READ_BYTES * _READ_BYTES].view(torch.float32) for part in ops.weights.memory()
-            ]
+            memory = [part[: len(part) // _READ_BYTES * _READ_BYTES].view(np.float32) for part in ops.weights.memory()]
             num_bytes = sum(part.nbytes for part in memory)
 
             def read() -> None:

@@ -18,6 +18,7 @@ from penstock.backend.checkpoint.encoders.weights import open_encoder
 from penstock.backend.checkpoint.files.tokenizer_file import count_token_ids
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, name_twice, open_checkpoint, rewrite
 from tests.checkpoints import make_checkpoint
@@ -127,7 +128,7 @@ def test_tensors_that_change_no_result_are_left_out(tmp_path: Path) -> None:
         | {f"{LAYER}self_attn.q_proj.bias": torch.zeros(64), "lm_head.weight": embedding.clone()},
     )
     with open_checkpoint(model_dir) as weights:
-        assert weights.lm_head(torch.float32) is None
+        assert weights.lm_head(Dtype.FP32) is None
 
 
 @pytest.mark.parametrize("change", [lambda head: head[:-1].clone(), lambda head: head + 1])

@@ -18,6 +18,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.files import progress as progress_module
 from penstock.backend.checkpoint.files.layout import as_text_names
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.tools.random_model import ModelDims, write_random_model
 from tests.backend.checkpoint.weight_files import INDEX, SHARDED, open_checkpoint, rewrite
@@ -74,16 +75,16 @@ def test_canonical_tensors_equal_the_checkpoints(architecture: str, sharding: di
     norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     with open_weights(model_dir, config) as weights:
         for i in range(config.num_layers):
-            layer = weights.layer(i, torch.float32)
+            layer = weights.layer(i, Dtype.FP32)
             prefix = f"model.layers.{i}."
             expected = {name: stacked(state, prefix, parts, "weight") for name, parts in layouts.items()}
             expected |= {f"{name}_bias": stacked(state, prefix, parts, "bias") for name, parts in layouts.items()}
             expected |= {name: stacked_norm(state, f"{prefix}{part}") for name, part in norms.items()}
             for name, tensor in expected.items():
                 torch.testing.assert_close(getattr(layer, name), tensor, rtol=0, atol=0)
-        embedding, head = weights.embedding(torch.float32), weights.lm_head(torch.float32)
+        embedding, head = weights.embedding(Dtype.FP32), weights.lm_head(Dtype.FP32)
         assert torch.equal(embedding, state["model.embed_tokens.weight"])
-        assert torch.equal(weights.final_norm(torch.float32), stacked_norm(state, "model.norm"))
+        assert torch.equal(weights.final_norm(Dtype.FP32), stacked_norm(state, "model.norm"))
         assert head is None if config.tie_embeddings else torch.equal(head, state["lm_head.weight"])
 
 
@@ -101,7 +102,7 @@ def test_experts_are_stacked_in_the_order_of_their_numbers(architecture: str, tm
         else ("model.layers.1.mlp" if architecture == "qwen2-moe" else "model.layers.2.mlp", *MLP_NAMES)
     )
     with open_weights(model_dir, config) as weights:
-        layer = weights.layer(int(start.split(".")[2]), torch.float32)
+        layer = weights.layer(int(start.split(".")[2]), Dtype.FP32)
     assert config.experts is not None
     experts = [f"{start}.experts.{i}." for i in range(config.experts.count)]
     gate_up = [state[f"{expert}{part}.weight"] for expert in experts for part in (first, second)]
@@ -117,7 +118,7 @@ def test_weights_have_the_requested_dtype(stored: torch.dtype, requested: torch.
     model_dir = make_checkpoint("llama2", tmp_path, dtype=stored)
     expected = make_model("llama2").lm_head.weight.detach().to(stored).to(requested)
     with open_checkpoint(model_dir) as weights:
-        head = weights.lm_head(requested)
+        head = weights.lm_head(Dtype.of(requested))
         assert head is not None
         torch.testing.assert_close(head, expected, rtol=0, atol=0)
 
@@ -140,7 +141,7 @@ def test_auto_dtype_is_the_declared_one_or_else_the_stored_one(
     values = json.loads((model_dir / "config.json").read_text()) | {"dtype": declared}
     (model_dir / "config.json").write_text(json.dumps(values))
     with open_checkpoint(model_dir) as weights:
-        assert weights.choose_dtype(requested) is chosen
+        assert weights.choose_dtype(requested) is Dtype.of(chosen)
         with pytest.raises(StartupError, match="dtype is 'int3'; it must be auto, bf16 or fp32"):
             weights.choose_dtype("int3")
 
@@ -165,10 +166,10 @@ def test_progress_counts_every_byte_once_and_is_closed_once(tmp_path: Path) -> N
     model_dir = make_checkpoint("qwen3", tmp_path)
     config = read_decoder_config(model_dir)
     with open_weights(model_dir, config, make_recorder) as weights:
-        weights.embedding(torch.bfloat16)
+        weights.embedding(Dtype.BF16)
         for i in range(config.num_layers):
-            weights.layer(i, torch.bfloat16)
-        weights.final_norm(torch.bfloat16)
+            weights.layer(i, Dtype.BF16)
+        weights.final_norm(Dtype.BF16)
         assert recorders[0].done_bytes == recorders[0].total_bytes == weights.stored_bytes
     weights.close()
     assert recorders[0].closed == 1
@@ -203,6 +204,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.files.layout import as_text_names
 from penstock.backend.checkpoint.config.tensors import NORM_FIELDS, expected_tensors
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 
 def read_bytes(key):
     return int(re.search(key + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
@@ -210,7 +212,7 @@ def read_bytes(key):
 model_dir = Path(sys.argv[1])
 config = read_decoder_config(model_dir)
 torch.ones(1 << 20, dtype=torch.bfloat16).float()  # torch's own threads and tables
-for dtype in (torch.bfloat16, torch.float32):
+for dtype in (Dtype.BF16, Dtype.FP32):
     before = read_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     with open_weights(model_dir, config) as weights:
@@ -247,20 +249,20 @@ def test_other_prefixes_mean_the_same_tensors(rename: Callable[[str], str], tmp_
     model_dir = make_checkpoint("llama2", tmp_path)
     path = model_dir / "model.safetensors"
     with open_checkpoint(model_dir) as weights:
-        expected = [weights.final_norm(torch.float32), weights.lm_head(torch.float32)]
+        expected = [weights.final_norm(Dtype.FP32), weights.lm_head(Dtype.FP32)]
     save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path)
     with open_checkpoint(model_dir) as weights:
-        found = [weights.final_norm(torch.float32), weights.lm_head(torch.float32)]
+        found = [weights.final_norm(Dtype.FP32), weights.lm_head(Dtype.FP32)]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
 def test_shards_need_no_index(tmp_path: Path) -> None:
     model_dir = make_checkpoint("llama2", tmp_path, **SHARDED)
     with open_checkpoint(model_dir) as weights:
-        expected = weights.layer(2, torch.float32).qkv
+        expected = weights.layer(2, Dtype.FP32).qkv
     (model_dir / INDEX).unlink()
     with open_checkpoint(model_dir) as weights:
-        assert torch.equal(weights.layer(2, torch.float32).qkv, expected)  # type: ignore[arg-type]
+        assert torch.equal(weights.layer(2, Dtype.FP32).qkv, expected)  # type: ignore[arg-type]
     shard, other = sorted(model_dir.glob("model-*.safetensors"))[1:3]
     name = next(iter(load_file(other)))
     rewrite(shard, {name: torch.zeros(1)})
@@ -288,8 +290,8 @@ def test_resized_vocabulary_has_the_rows_that_can_be_sampled(
     config = read_decoder_config(model_dir)
     assert config.vocab_size == vocab_size
     with open_weights(model_dir, config) as weights:
-        assert torch.equal(weights.embedding(torch.float32), tables["model.embed_tokens.weight"][:vocab_size])  # type: ignore[arg-type]
-        assert torch.equal(weights.lm_head(torch.float32), tables["lm_head.weight"][:vocab_size])  # type: ignore[arg-type]
+        assert torch.equal(weights.embedding(Dtype.FP32), tables["model.embed_tokens.weight"][:vocab_size])  # type: ignore[arg-type]
+        assert torch.equal(weights.lm_head(Dtype.FP32), tables["lm_head.weight"][:vocab_size])  # type: ignore[arg-type]
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

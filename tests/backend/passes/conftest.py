@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.in_torch.deterministic_torch_ops import DeterministicTorchOps
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.cpu.kernel_limits import supports_native_ops
@@ -77,7 +78,13 @@ def _make_ops(
 ) -> NativeOps:
     assert supports_native_ops(config)
     return NativeOps(
-        library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6, uses_tiles=uses_tiles
+        library,
+        config,
+        Dtype.of(dtype),
+        max_batch_tokens=8,
+        num_threads=num_threads,
+        spin_s=20e-6,
+        uses_tiles=uses_tiles,
     )
 
 

@@ -321,7 +321,7 @@ def test_auto_budget_is_allocated_to_the_byte_and_never_exceeded(
 def cache_bytes(forward_pass: CpuDecoderPass) -> int:
     ops = forward_pass._ops
     if isinstance(ops, NativeOps):
-        return sum(layer.numel() for layer in ops.cache)
+        return sum(layer.nbytes for layer in ops.cache.arrays)
     assert isinstance(ops, TorchOps)
     tensors = [tensor for heads in (*ops.cache.keys, *ops.cache.values) for tensor in heads.tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

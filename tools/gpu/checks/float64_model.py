@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Experts, RopeConfig
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.ops.interface import Weights
 
 
@@ -23,11 +24,11 @@ class Float64Model:
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self._config = config
-        self._embedding = _numbers(weights.embedding(torch.float32))
-        head = self._embedding if config.tie_embeddings else _numbers(weights.lm_head(torch.float32))
+        self._embedding = _numbers(weights.embedding(Dtype.FP32))
+        head = self._embedding if config.tie_embeddings else _numbers(weights.lm_head(Dtype.FP32))
         self._lm_head = head
-        self._final_norm = _numbers(weights.final_norm(torch.float32))
-        self._layers = [weights.layer(index, torch.float32) for index in range(config.num_layers)]
+        self._final_norm = _numbers(weights.final_norm(Dtype.FP32))
+        self._layers = [weights.layer(index, Dtype.FP32) for index in range(config.num_layers)]
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int] | NDArray[np.int32]) -> NDArray[np.float64]:

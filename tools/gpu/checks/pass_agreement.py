@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, DecoderConfig, Experts
 from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, DeviceRows, EmbeddedTokens, PooledRows, ScoredTokens
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -235,7 +236,7 @@ def _compare_embeddings(results: Results, context: DeviceContext, name: str) -> 
     """Check that embedding rows from the host give the same logits as their tokens, bit for bit, in two steps."""
     config = TINY_FAMILY[name]
     prompts = _prompts(config)
-    table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(torch.float32).numpy()
+    table = RandomWeights(config, torch.float32, torch.device("cpu")).embedding(Dtype.FP32).numpy()
     forward_pass = _on_gpu(context, config, torch.float32, "fp32")
     found = []
     for is_embedded in (False, True):
@@ -284,7 +285,7 @@ def _on_cpu(
     """A CPU pass that computes in a dtype."""
     weights = weights or RandomWeights(config, computed, torch.device("cpu"))
     # Plain torch: it needs no compilation and shares no code with our kernels.
-    made = CpuDecoderPass(config, weights, TorchOps(config, computed), computed, _ROWS)
+    made = CpuDecoderPass(config, weights, TorchOps(config, computed), Dtype.of(computed), _ROWS)
     made.create_cache(_ROWS * _PAGES, _PAGE_TOKENS, "fp32" if computed == torch.float32 else "bf16")
     return made
 

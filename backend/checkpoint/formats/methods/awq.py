@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import (
     FLOATS,
     MatrixFormat,
@@ -31,6 +28,7 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
 )
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.lazy_torch import Tensor, torch
 
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In a word of "gemm": the index of the four bits, from the lowest, that hold each of its 8 outputs."""

@@ -7,9 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.matrix_format import (
     MatrixFormat,
@@ -19,6 +16,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
     UnreadableMatrixError,
     check_multiple,
 )
+from penstock.backend.lazy_torch import Tensor, torch
 
 _BLOCK = 64
 """Numbers that share a scale in the 4-bit formats."""

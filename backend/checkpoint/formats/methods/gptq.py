@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import (
     FLOATS,
     MatrixFormat,
@@ -28,6 +25,7 @@ from penstock.backend.checkpoint.formats.numbers.integers import (
 )
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from msgspec import Struct
-from torch import Tensor
 
 from penstock.backend.checkpoint.files.json_file import convert
 from penstock.backend.checkpoint.formats.matrix_format import (
@@ -27,6 +25,7 @@ from penstock.backend.checkpoint.formats.numbers.integers import WORD_BITS, as_b
 from penstock.backend.checkpoint.formats.stored_formats import Rule, StoredFormats
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS, GroupedWeight
+from penstock.backend.lazy_torch import Tensor, torch
 
 _FORM_BITS = {2: 4, 3: 4, 4: 4, 5: 5, 6: 8, 8: 8}
 """Bits of a value → those of the smallest form with kernels that holds it."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import (
     MatrixFormat,
     Part,
@@ -25,6 +22,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MXFP4_GROUP_SIZE,
     Mxfp4Weight,
 )
+from penstock.backend.lazy_torch import Tensor, torch
 
 _NV_BLOCK = 16
 _E8M0_BIAS = 127

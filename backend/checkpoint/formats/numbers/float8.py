@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import (
     FLOATS,
     MatrixFormat,
@@ -17,6 +14,7 @@ from penstock.backend.checkpoint.formats.matrix_format import (
 )
 from penstock.backend.checkpoint.weight_forms.float8_weight import FLOAT8_GROUP_SIZE, Float8Form, Float8Weight
 from penstock.backend.checkpoint.weight_forms.quantized_weights import MAX_QUANTIZED_INPUTS
+from penstock.backend.lazy_torch import Tensor, torch
 
 SCALES = (*FLOATS, "F8_E8M0")
 """E8M0 holds powers of two only."""

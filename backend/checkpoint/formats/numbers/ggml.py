@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import (
     BLOCK_VALUES,
     MatrixFormat,
@@ -41,6 +38,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import stack_weights
+from penstock.backend.lazy_torch import Tensor, torch
 
 _SMALL_BLOCK = 32
 _LARGE_BLOCK = 256

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from penstock.backend.lazy_torch import Tensor, torch
 
 _BLOCK = 256
 _DELTA = 0.125

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from penstock.backend.checkpoint.formats.matrix_format import check_multiple
 from penstock.backend.checkpoint.weight_forms.quantized_forms import PackedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import (
@@ -12,6 +9,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     MAX_QUANTIZED_INPUTS,
     Int4Weight,
 )
+from penstock.backend.lazy_torch import Tensor, torch
 
 WORD_BITS = 32
 INTEGER_BITS = (4, 8)

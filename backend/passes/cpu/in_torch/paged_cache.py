@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.query_tiles import QueryTiles, TileLimits, cut_rows
-from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES, PageParts
+from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
 
 _MAX = 127.0
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -110,30 +110,6 @@ def quantise_q8_0(x: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.nan_to_num(0.0).to(torch.int8), scales.half()
 
 
-def save_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
-    """Copy a page to content, [bytes of a page]."""
-    end = 0
-    for part in _parts(cache, page):
-        found = part.contiguous().view(torch.uint8).flatten().numpy()
-        start, end = end, end + len(found)
-        content[start:end] = found
-
-
-def restore_page(cache: list[Tensor] | PageParts, page: int, content: NDArray[np.uint8]) -> None:
-    """Copy content, which `save_page` has written, to a page."""
-    end = 0
-    for part in _parts(cache, page):
-        start, end = end, end + part.numel() * part.element_size()
-        there = torch.from_numpy(content[start:end])
-        if part.dtype is not torch.uint8:
-            there = there.clone().view(part.dtype)  # aligned to its numbers
-        part.copy_(there.view(part.shape))
-
-
-def _parts(cache: list[Tensor] | PageParts, page: int) -> list[Tensor]:
-    return [layer[page] for layer in cache] if isinstance(cache, list) else cache.parts(page)
-
-
 @dataclass(frozen=True, slots=True)
 class KvShape:
     """Keys and values of one token in one layer."""
@@ -193,6 +169,22 @@ class PagedCache:
     def parts(self, page: int) -> list[Tensor]:
         """All memory of a page."""
         return [tensor[:, page] for heads in (*self.keys, *self.values) for tensor in heads.tensors]
+
+    def save(self, page: int, content: NDArray[np.uint8]) -> None:
+        end = 0
+        for part in self.parts(page):
+            found = part.contiguous().view(torch.uint8).flatten().numpy()
+            start, end = end, end + len(found)
+            content[start:end] = found
+
+    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        end = 0
+        for part in self.parts(page):
+            start, end = end, end + part.numel() * part.element_size()
+            there = torch.from_numpy(content[start:end])
+            if part.dtype is not torch.uint8:
+                there = there.clone().view(part.dtype)  # aligned to its numbers
+            part.copy_(there.view(part.shape))
 
     def _copy_pages(self, batch: StepBatch) -> None:
         """Copy only the tokens that a row will see; the rest of a page might hold NaN."""

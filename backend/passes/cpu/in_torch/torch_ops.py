@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int8Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import NO_ADAPTER
 from penstock.backend.passes.cpu.in_torch.paged_cache import KvShape, PagedCache, ScoreRule
 from penstock.backend.passes.cpu.in_torch.query_tiles import TileLimits
@@ -22,7 +23,7 @@ from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, g
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
-from penstock.backend.passes.ops.interface import HeadShape, round_scale
+from penstock.backend.passes.ops.interface import HeadShape
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
@@ -115,7 +116,7 @@ class TorchOps:
         self._heads = [HeadShape(config.num_heads, *heads) for heads in (own, config.full_heads or own)]
         """The heads of layers without full heads, then of layers with them."""
         self._rope_table = RopeTable(*config.ropes)
-        self._embedding_scale = round_scale(config.scales.embedding, dtype)
+        self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
         self._dtype = dtype
         self.adapters = TorchAdapters()
         net = config.delta_net
@@ -176,7 +177,7 @@ class TorchOps:
         paged = self.cache.begin_step(batch)
         self.adapters.begin_step(batch)
         positions = paged[0].positions
-        turns = self._rope_table.cover(int(positions.max()) + 1)[positions]
+        turns = torch.from_numpy(self._rope_table.cover(int(positions.max()) + 1))[positions]
         of_ropes = torch.split(turns, [rope.rotary_dim for rope in self._config.ropes], dim=1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),

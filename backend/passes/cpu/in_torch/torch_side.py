@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.in_torch.torch_delta_net import DeltaRow
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear
-from penstock.backend.passes.ops.interface import round_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,7 @@ class TorchSideOps:
         shape = len(residual), self._config.num_layers, self._config.layer_input_size
         rows = rows_of(self._table, step.input_ids).view(shape)
         projected = self._product(residual.to(self._dtype), self._projection).float().view(shape)
-        scale = round_scale(self._config.layer_input_size**0.5, self._dtype)
+        scale = Dtype.of(self._dtype).round(self._config.layer_input_size**0.5)
         self._inputs = (self._row_norm(projected, self._norm) + rows * scale) * 0.5**0.5
 
     def add_input(self, index: int, layer: LayerInput, residual: Tensor, step: TorchStep) -> None:

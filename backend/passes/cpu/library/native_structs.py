@@ -9,10 +9,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from penstock.backend.dtypes import Dtype, empty_array
 from penstock.backend.forward_pass import TokenLogprobs
-from penstock.backend.passes.ops.interface import round_scale
 
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, NormKind, QkNormScope
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 class Buffer:
     """A row-major array that grows to the largest number of rows reserved so far."""
 
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: Dtype) -> None:
         self.width = width
         self.row_bytes = width * dtype.itemsize
-        self._dtype = dtype
+        self.dtype = dtype
         self._num_rows = 0
-        self.rows = torch.empty(0, width, dtype=dtype)
+        self.rows = empty_array((0, width), dtype)
         self.address = 0
 
     def reserve(self, num_rows: int) -> bool:
@@ -35,8 +34,8 @@ class Buffer:
         if num_rows <= self._num_rows:
             return False
         self._num_rows = num_rows
-        self.rows = torch.empty(num_rows, self.width, dtype=self._dtype)
-        self.address = self.rows.data_ptr()
+        self.rows = empty_array((num_rows, self.width), self.dtype)
+        self.address = self.rows.ctypes.data
         return True
 
 
@@ -368,7 +367,7 @@ def declare_functions(library: CDLL) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -> Shape:
+def make_shape(config: DecoderConfig, dtype: Dtype, *, uses_tiles: bool) -> Shape:
     """Make the shape without a cache; `create_cache` sets the cache's size and form."""
     gate = None if config.experts is None else config.experts.clamped_gate
     usual = config.rope if config.full_heads is None else config.window_rope or config.rope
@@ -382,7 +381,7 @@ def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -
         rotary_dim=usual.rotary_dim,
         other=KvHeads(*other),
         page_size=16,
-        act_bf16=dtype is torch.bfloat16,
+        act_bf16=dtype is Dtype.BF16,
         cache_form=CACHE_FORMS["fp32"],
         uses_tiles=uses_tiles,
         rope_width=sum(rope.rotary_dim for rope in config.ropes),
@@ -392,7 +391,7 @@ def make_shape(config: DecoderConfig, dtype: torch.dtype, *, uses_tiles: bool) -
         score_scale=config.score_scale,
         scores_softcap=config.scales.scores_softcap or 0.0,
         logits_softcap=config.scales.logits_softcap or 0.0,
-        embedding_scale=round_scale(config.scales.embedding, dtype),
+        embedding_scale=dtype.round(config.scales.embedding),
         gate_alpha=0.0 if gate is None else gate.alpha,
         gate_limit=0.0 if gate is None else gate.limit,
     )

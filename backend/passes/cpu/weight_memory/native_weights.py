@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from penstock.backend.checkpoint.config.decoder_config import Experts as ExpertSettings
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
@@ -21,6 +22,8 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     StackedWeight,
 )
 from penstock.backend.checkpoint.weight_forms.stacked_weights import take_rows
+from penstock.backend.dtypes import Dtype
+from penstock.backend.lazy_torch import Tensor, torch
 from penstock.backend.passes.cpu.library.native_structs import (
     PANEL,
     Codebook,
@@ -32,16 +35,19 @@ from penstock.backend.passes.cpu.library.native_structs import (
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory, WeightMemory
 from penstock.backend.passes.ops.interface import ExpertWeights
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A struct for the kernels, its address, and the tensors that it points to."""
+    """A struct for the kernels, its address, and the arrays that it points to."""
 
     address: int
     struct: Linear
-    weight: Tensor
-    """uint8: the bytes of the packed form."""
-    bias: Tensor | None
+    weight: NDArray[np.uint8]
+    """The bytes of the packed form."""
+    bias: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class EmbeddingTable:
 
     address: int
     is_packed: bool
-    owner: Tensor | PackedLinear
+    owner: NDArray[Any] | PackedLinear
 
     @staticmethod
     def of_packed(linear: PackedLinear) -> EmbeddingTable:
@@ -59,28 +65,28 @@ class EmbeddingTable:
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
-    """A struct for the kernels, its address, the router, and the tensors that the struct points to."""
+    """A struct for the kernels, its address, the router, and the arrays that the struct points to."""
 
     address: int
     struct: Experts
     router: PackedLinear
-    weights: tuple[Tensor, ...]
-    """uint8 [experts, bytes]: gate and up, and down."""
-    biases: tuple[Tensor | None, ...]
+    weights: tuple[NDArray[np.uint8], ...]
+    """[experts, bytes]: gate and up, and down."""
+    biases: tuple[NDArray[np.float32] | None, ...]
     """float32 biases of gate and up, and of down, and factors, as in `ExpertWeights`."""
 
 
 class WeightPacker:
     """Packs weights for the kernels of one engine. dtype is that of weights: float32 or bfloat16.
 
-    If the memory is already filled, it only reads how the weights are packed: then tensors need shapes but no content.
+    If the memory is already filled, it only reads how the weights are packed: then a `PackedShape` stands for each.
     """
 
     def __init__(
         self,
         library: ctypes.CDLL,
         engine: int | None,
-        dtype: torch.dtype,
+        dtype: Dtype,
         memory: WeightMemory | None = None,
         *,
         rounds_rows: bool = False,
@@ -94,7 +100,7 @@ class WeightPacker:
         self.linear_bytes = 0
         """Size of all packed linears, which a step of one row reads."""
 
-    def memory(self) -> list[Tensor]:
+    def memory(self) -> list[NDArray[np.uint8]]:
         """All packed weights and tables, as uint8: views of the memory in which they lie."""
         return self._memory.used()
 
@@ -102,16 +108,16 @@ class WeightPacker:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, scale: float, *, is_gated: bool
     ) -> PackedLinear:
         outputs, inputs = weight.shape
-        bias = self._bias(bias)
+        vector = self._bias(bias)
         struct = Linear(
-            bias=_address(bias),
+            bias=_address(vector),
             inputs=inputs,
             outputs=outputs // (1 + is_gated),
             gated=is_gated,
             scale=scale,
         )
         packed = self._fill(struct, weight)
-        return PackedLinear(ctypes.addressof(struct), struct, packed[0], bias)
+        return PackedLinear(ctypes.addressof(struct), struct, packed[0], vector)
 
     def pack_experts(self, weights: ExpertWeights, settings: ExpertSettings, scale: float) -> PackedExperts:
         hidden = weights.router.shape[1]
@@ -135,19 +141,21 @@ class WeightPacker:
         router = self.pack(weights.router, weights.router_bias, 1.0, is_gated=False)
         return PackedExperts(ctypes.addressof(struct), struct, router, packed, biases)
 
-    def _fill(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1) -> Tensor:
+    def _fill(
+        self, struct: Linear, weight: Tensor | QuantizedWeight, count: int = 1, num_read: int = 1
+    ) -> NDArray[np.uint8]:
         """Pack count linears, one after the other. A row reads num_read of them. struct describes the first."""
         self._memory.give_form_to(struct)
         parts = [] if self._memory.is_filled else self._describe(struct, weight, count)
         num_bytes = self._library.ps_packed_bytes(self._engine, ctypes.byref(struct))
-        packed = self._memory.place(count * num_bytes, struct).view(count, num_bytes)
+        packed = self._memory.place(count * num_bytes, struct).reshape(count, num_bytes)
         self.linear_bytes += num_read * num_bytes
         for index, target in enumerate(packed):
-            self._point_parts(struct, target.data_ptr())
+            self._point_parts(struct, target.ctypes.data)
             for number, part in enumerate(parts):
                 rows = part.shape[0] // count
                 self._pack_part(struct, number, _rows(part, slice(index * rows, (index + 1) * rows)))
-        self._point_parts(struct, packed.data_ptr())
+        self._point_parts(struct, packed.ctypes.data)
         return packed
 
     def _describe(self, struct: Linear, weight: Tensor | QuantizedWeight, count: int) -> list[Tensor | QuantizedWeight]:
@@ -170,7 +178,7 @@ class WeightPacker:
 
     def _pack_part(self, struct: Linear, number: int, part: Tensor | QuantizedWeight) -> None:
         if isinstance(part, torch.Tensor):
-            plain = part.to(self._dtype).contiguous()
+            plain = part.to(self._dtype.in_torch).contiguous()
             self._library.ps_pack(self._engine, ctypes.byref(struct), plain.data_ptr())
             return
         if isinstance(part, StackedWeight):
@@ -188,25 +196,29 @@ class WeightPacker:
             self._engine, ctypes.byref(struct), number, values.data_ptr(), in_pairs, factors.data_ptr(), others
         )
 
-    def read_memory(self, memory: Tensor) -> float:
+    def read_memory(self, memory: NDArray[np.float32]) -> float:
         """Return the sum of fp32 memory, a multiple of 128 numbers. The threads read it as fast as they can."""
-        total: float = self._library.ps_read_memory(self._engine, memory.data_ptr(), memory.numel())
+        total: float = self._library.ps_read_memory(self._engine, memory.ctypes.data, memory.size)
         return total
 
-    def table(self, weight: Tensor) -> EmbeddingTable:
+    def table(self, weight: Tensor | QuantizedWeight) -> EmbeddingTable:
+        """A quantised table is packed as a linear."""
+        if isinstance(weight, QuantizedWeight) or self._memory.holds_linear():
+            return EmbeddingTable.of_packed(self.pack(weight, None, 1.0, is_gated=False))
         rows = self._copy(weight, self._dtype)
-        return EmbeddingTable(rows.data_ptr(), False, rows)
+        return EmbeddingTable(rows.ctypes.data, False, rows)
 
-    def vector(self, weight: Tensor) -> Tensor:
-        """Convert to float32, contiguous."""
-        return self._copy(weight, torch.float32)
+    def vector(self, weight: Tensor) -> NDArray[np.float32]:
+        return self._copy(weight, Dtype.FP32)
 
-    def _bias(self, bias: Tensor | None) -> Tensor | None:
+    def _bias(self, bias: Tensor | None) -> NDArray[np.float32] | None:
         return None if bias is None else self.vector(bias)
 
-    def _copy(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        copy = self._memory.place(weight.numel() * dtype.itemsize).view(dtype).view(weight.shape)
-        return copy if self._memory.is_filled else copy.copy_(weight)
+    def _copy(self, weight: Tensor, dtype: Dtype) -> NDArray[Any]:
+        place = self._memory.place(math.prod(weight.shape) * dtype.itemsize)
+        if not self._memory.is_filled:
+            torch.from_numpy(place).view(dtype.in_torch).view(weight.shape).copy_(weight)
+        return place.view(dtype.in_numpy).reshape(weight.shape)
 
 
 def _packing_of(weight: Tensor | QuantizedWeight) -> Packing:
@@ -224,7 +236,7 @@ def _packing_of(weight: Tensor | QuantizedWeight) -> Packing:
             codebook = Codebook.IQ4 if form.codebook == "iq4" else Codebook.INTEGERS
             minima = Minima.HALF if form.has_minima else Minima.NONE
             return Packing(form.bits, codebook, form.group_size, form.block_size, minima)
-        case Tensor():
+        case torch.Tensor():
             return Packing()
     raise TypeError(f"no kernels for {type(weight).__name__}: its weights are dequantised")
 
@@ -240,5 +252,5 @@ def _rows(weight: Tensor | QuantizedWeight, rows: slice) -> Tensor | QuantizedWe
     return weight[rows] if isinstance(weight, torch.Tensor) else take_rows(weight, rows)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(vector: NDArray[np.float32] | None) -> int | None:
+    return None if vector is None else vector.ctypes.data

@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.config.weight_shapes import PackedShape
+from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, packed_linears, weight_bytes
-from penstock.backend.checkpoint.weights import choose_dtype
 from penstock.backend.checksum import block_sum
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.library.cpu_paths import CpuPath
 from penstock.backend.passes.cpu.library.native_structs import Linear
-from penstock.backend.passes.cpu.weight_memory.anonymous import aligned, request_huge_pages
+from penstock.backend.passes.cpu.weight_memory.anonymous import UnfilledMemory, aligned, request_huge_pages
 from penstock.backend.passes.cpu.weight_memory.manifest import LinearForm, Manifest, PackedWeight, read_manifest
 from penstock.backend.passes.shared_weights.blocks import (
     SharedWeightsError,
@@ -45,7 +45,6 @@ from penstock.shm.memory.fd_mailbox import FdMailbox
 
 logger = logging.getLogger("penstock.backend")
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _CHUNK_BYTES = 1 << 30
 """Address space that is mapped at a time. Each mapping holds a file descriptor."""
 _MADV_POPULATE_READ = 22
@@ -78,10 +77,8 @@ def create_memfd() -> int:
     return os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-class FilledMemory:
+class FilledMemory(UnfilledMemory):
     """Memory that grows while weights are packed into it. `finish` makes it one that others can map."""
-
-    is_filled = False
 
     def __init__(self, fd: int) -> None:
         """Owns fd."""
@@ -91,10 +88,7 @@ class FilledMemory:
         """Place of its first byte, and the mapping."""
         self._end = 0
 
-    def give_form_to(self, linear: Linear) -> None:
-        """Do nothing: the memory is not filled yet."""
-
-    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
+    def place(self, num_bytes: int, linear: Linear | None = None) -> NDArray[np.uint8]:
         """Raises OSError without memory."""
         begin, chunk = self._chunks[-1] if self._chunks else (0, None)
         if chunk is None or self._end + num_bytes > begin + len(chunk):
@@ -108,33 +102,34 @@ class FilledMemory:
             # Allocated now: a page that cannot be allocated when it is written would kill the process.
             os.posix_fallocate(self.fd, DATA_PLACE + self._end, num_bytes)
         self._weights.append(PackedWeight(self._end, num_bytes, _form_of(linear)))
-        tensor = _tensor(chunk, self._end - begin, num_bytes)
+        array = np.frombuffer(chunk, np.uint8, num_bytes, self._end - begin)
         self._end += aligned(num_bytes)
-        return tensor
+        return array
 
-    def used(self) -> list[Tensor]:
+    def used(self) -> list[NDArray[np.uint8]]:
         ends = [begin for begin, _ in self._chunks[1:]] + [self._end]
-        return [_tensor(chunk, 0, end - begin) for (begin, chunk), end in zip(self._chunks, ends, strict=True)]
+        return [
+            np.frombuffer(chunk, np.uint8, end - begin) for (begin, chunk), end in zip(self._chunks, ends, strict=True)
+        ]
 
     @property
     def fds(self) -> tuple[int]:
         return (self.fd,)
 
-    def finish(self, fingerprint: str, dtype: torch.dtype) -> CpuBlocks:
+    def finish(self, fingerprint: str, dtype: Dtype) -> CpuBlocks:
         """Add the manifest, and make the memory read-only in all processes. Raises OSError or SharedWeightsError."""
         sums = tuple(_sum(self.fd, self._end, block) for block in range(num_blocks(self._end)))
-        name = next(name for name, known in DTYPES.items() if known is dtype)
-        manifest = Manifest(fingerprint, name, tuple(self._weights), sums)  # type: ignore[arg-type]
+        manifest = Manifest(fingerprint, dtype.value, tuple(self._weights), sums)  # type: ignore[arg-type]
         finish(self.fd, self._end, manifest)
         for _, chunk in self._chunks:
             _forbid_writing(chunk)
         return CpuBlocks(self.fd, self._end, sums)
 
     def keep(self) -> None:
-        """Do nothing: its tensors keep it."""
+        """Do nothing: its arrays keep it."""
 
     def close(self) -> None:
-        """Its tensors stay valid."""
+        """Its arrays stay valid."""
         os.close(self.fd)
 
 
@@ -149,8 +144,11 @@ class SharedMemory:
         self._next = 0
         self._mapping = request_huge_pages(mmap.mmap(fd, DATA_PLACE + data_bytes, prot=mmap.PROT_READ))
         self.num_bytes = data_bytes
-        self.dtype = DTYPES[self._manifest.dtype]
+        self.dtype = Dtype(self._manifest.dtype)
         self.blocks = CpuBlocks(fd, data_bytes, self._manifest.block_sums)
+
+    def stand_in(self, shape: tuple[int, ...], _dtype: Dtype) -> PackedShape:
+        return PackedShape(shape)
 
     def check_some(self) -> int:
         """Check some blocks, and map all pages now: mapping page by page in the first step costs several
@@ -173,24 +171,27 @@ class SharedMemory:
             raise SharedWeightsError(f"weight {self._next} is no linear")
         form.give_to(linear)
 
-    def place(self, num_bytes: int, linear: Linear | None = None) -> Tensor:
+    def holds_linear(self) -> bool:
+        return self._peek().form is not None
+
+    def place(self, num_bytes: int, linear: Linear | None = None) -> NDArray[np.uint8]:
         """Raises SharedWeightsError if the next weight differs."""
         weight = self._peek()
         if (weight.num_bytes, weight.form) != (num_bytes, _form_of(linear)):
             raise SharedWeightsError(f"weight {self._next} has {weight.num_bytes} bytes; expected are {num_bytes}")
         self._next += 1
-        return _tensor(self._mapping, DATA_PLACE + weight.place, num_bytes)
+        return np.frombuffer(self._mapping, np.uint8, num_bytes, DATA_PLACE + weight.place)
 
     def check_all_placed(self) -> None:
         """Raises SharedWeightsError if weights are left over."""
         if self._next < len(self._manifest.weights):
             raise SharedWeightsError(f"it has {len(self._manifest.weights)} weights; the model has {self._next}")
 
-    def used(self) -> list[Tensor]:
-        return [_tensor(self._mapping, DATA_PLACE, self.num_bytes)]
+    def used(self) -> list[NDArray[np.uint8]]:
+        return [np.frombuffer(self._mapping, np.uint8, self.num_bytes, DATA_PLACE)]
 
     def unmap(self) -> None:
-        """The mapping ends with the last tensor of it."""
+        """The mapping ends with the last array in it."""
 
     def _peek(self) -> PackedWeight:
         if self._next == len(self._manifest.weights):
@@ -239,15 +240,6 @@ def _address(mapping: mmap.mmap) -> int:
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
-def _tensor(mapping: mmap.mmap, start: int, num_bytes: int) -> Tensor:
-    """A tensor that keeps the mapping alive. Torch has no read-only tensors, so it must not notice."""
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    array = (ctypes.c_uint8 * num_bytes).from_address(_address(mapping) + start)
-    array.mapping = mapping  # type: ignore[attr-defined]
-    return torch.frombuffer(array, dtype=torch.uint8)
-
-
 def _forbid_writing(mapping: mmap.mmap) -> None:
     """From now on a stray write ends the process, and does not change weights that others use."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -286,7 +278,7 @@ def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, pa
     quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
     if not packed_linears(config, quantization, formats):
         return None
-    dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16)
+    dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
     num_bytes = weight_bytes(config, dtype, quantization, formats)
     try:
         return PackedFile.of(model_dir, _settings(options, path), num_bytes)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.weight_forms.quantized_forms import WeightForm
 from penstock.backend.checksum import COLUMNS, block_sum, crc_of
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cuda.device.device import BlockRange, Device
 from penstock.backend.passes.cuda.memory.weight_manifest import (
     ALIGNMENT,
@@ -124,12 +125,12 @@ class FilledDeviceMemory:
             raise RuntimeError("the memory is not finished; this is a bug")
         return self._manifest_fd, *self._block_fds
 
-    def finish(self, fingerprint: str, dtype: torch.dtype) -> DeviceHeldBlocks:
+    def finish(self, fingerprint: str, dtype: Dtype) -> DeviceHeldBlocks:
         """Raises OSError or DeviceError."""
         self._device.trim()  # what the weights were made in
         sums = tuple(_sums(self._range, self._end))
         block_bytes = tuple(self._range.block_bytes)
-        manifest = DeviceManifest(fingerprint, dtype_name(dtype), self._end, block_bytes, tuple(self._weights), sums)
+        manifest = DeviceManifest(fingerprint, dtype.value, self._end, block_bytes, tuple(self._weights), sums)
         self._manifest_fd = os.memfd_create("penstock-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         sealed_manifest.finish(self._manifest_fd, 0, manifest)
         return DeviceHeldBlocks(self._range, self._manifest_fd, self._end, sums)
@@ -161,7 +162,7 @@ class SharedDeviceMemory:
         manifest_fd, *block_fds = fds
         self._manifest = read_manifest(manifest_fd, len(block_fds))
         self._next = 0
-        self.dtype = DTYPES[self._manifest.dtype]
+        self.dtype = Dtype(self._manifest.dtype)
         try:
             self._range: BlockRange = device.block_range(sum(self._manifest.block_bytes))
             try:
@@ -173,6 +174,9 @@ class SharedDeviceMemory:
         except DeviceError as error:
             raise SharedWeightsError(str(error)) from None
         self.blocks = DeviceHeldBlocks(self._range, manifest_fd, self._manifest.data_bytes, self._manifest.sums)
+
+    def stand_in(self, shape: tuple[int, ...], dtype: Dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype.in_torch, device="meta")
 
     def check_some(self) -> int:
         """Check all blocks: the device reads them in milliseconds."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cuda.attention.step_attention import StepAttention, layer_windows
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
@@ -34,7 +35,7 @@ from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.cuda.ops.rounded_rows import RoundedProducts
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import AttentionLayer, DeltaNetOps, SideOps, round_scale
+from penstock.backend.passes.ops.interface import AttentionLayer, DeltaNetOps, SideOps
 
 
 class CudaOps(DeviceWeights):
@@ -68,7 +69,7 @@ class CudaOps(DeviceWeights):
         self._launcher = device.launcher
         self._config = config
         self._matmul = matmul
-        self._embedding_scale = round_scale(config.scales.embedding, dtype)
+        self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=of, device=device.torch_device)

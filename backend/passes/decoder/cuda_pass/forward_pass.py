@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPABILITY
@@ -116,7 +117,7 @@ class CudaDecoderPass:
                 rounds_rows=rounds, memory=self._memory,
                 product_rows=sizes.choices.product_rows_of(config.hidden_size),
             )  # fmt: skip
-            self._model = DecoderModel(config, self._ops, weights, dtype, self._groups)
+            self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -173,7 +174,7 @@ class CudaDecoderPass:
         self._buffers = StepBuffers(device, limits)
         self._sampling = StepSampling(device, self._dtype, limits, sampling_sizes(config, sizes), self._buffers)
         ropes = tuple(
-            RopeTable(rope).cover(longest)[:longest].to(device.torch_device, copy=True) for rope in config.ropes
+            torch.tensor(RopeTable(rope).cover(longest)[:longest], device=device.torch_device) for rope in config.ropes
         )
         self._ops.open_cache(layout, self._buffers, self._sampling.last_tokens, ropes, attention)
         no_host_pages = HostPool(device, layout, 0)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from penstock.backend.checkpoint.config_json import read_declared_dtype
+from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
-from penstock.backend.checkpoint.weights import choose_dtype
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
@@ -49,9 +49,9 @@ P = TypeVar("P", bound="_Loaded")
 
 def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:
     """Describe the pass. config is the checkpoint's, or was made from it. Raises StartupError."""
-    dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or torch.bfloat16, torch.float16)
+    dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16, Dtype.FP16)
     quantization = find_quantization(options.quantize)
-    return plan_spec(config, dtype, step_sizes(config, options), quantization, read_stored_formats(model_dir))
+    return plan_spec(config, dtype.in_torch, step_sizes(config, options), quantization, read_stored_formats(model_dir))
 
 
 def load_pass(
@@ -71,15 +71,17 @@ def load_pass(
     choices, source = adopted_choices(options.device)
     logger.info("kernels on %s: %s (%s)", options.device, choices.of_kernels(), source)
 
-    def pack(weights: Weights, dtype: torch.dtype, memory: DeviceMemory) -> P:
+    def pack(weights: Weights, dtype: Dtype, memory: DeviceMemory) -> P:
         try:
-            return build(weights, PassSettings(dtype, sizes, options.host_kv_bytes, quantization, formats), memory)
+            return build(
+                weights, PassSettings(dtype.in_torch, sizes, options.host_kv_bytes, quantization, formats), memory
+            )
         except torch.OutOfMemoryError as error:
             raise StartupError(f"the weights and workspace do not fit the GPU: {first_line(error)}") from error
 
-    def load(memory: DeviceMemory) -> tuple[P, torch.dtype]:
+    def load(memory: DeviceMemory) -> tuple[P, Dtype]:
         with return_freed_memory(), open_served_weights(model_dir, config, quantization, has_kernels) as weights:
-            dtype = weights.choose_dtype(options.dtype, torch.float16)
+            dtype = weights.choose_dtype(options.dtype, Dtype.FP16)
             return pack(weights, dtype, memory), dtype
 
     if options.weights_fds is None:

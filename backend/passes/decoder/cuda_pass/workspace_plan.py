@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
@@ -124,7 +125,7 @@ def plan_spec(
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
     if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
-    spec = make_spec(config, dtype, KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
+    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
@@ -157,7 +158,7 @@ def captured_sizes_of(
     config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
 ) -> list[int]:
     """Return `captured_sizes` of a model."""
-    weights = make_spec(config, dtype, KV_MACRO).weight_bytes // dtype.itemsize
+    weights = make_spec(config, Dtype.of(dtype), KV_MACRO).weight_bytes // dtype.itemsize
     return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
 
 

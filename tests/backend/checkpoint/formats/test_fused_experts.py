@@ -16,6 +16,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Mxfp4Weight
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -76,7 +77,7 @@ def test_experts_in_mxfp4_are_the_same_bits_as_in_transformers(dtype: torch.dtyp
     """With all exponents: numbers so small that they are subnormal, and so large that they are infinite."""
     pair = write_pair(tmp_path, (0, 255))
     with open_checkpoint(pair.packed) as packed, open_checkpoint(pair.plain) as plain:
-        found, expected = packed.layer(1, dtype), plain.layer(1, dtype)
+        found, expected = packed.layer(1, Dtype.of(dtype)), plain.layer(1, Dtype.of(dtype))
     for field in ("expert_gate_up", "expert_down", "expert_gate_up_bias", "expert_down_bias", "router", "qkv", "sinks"):
         bits = [getattr(layer, field).view(torch.int32) for layer in (found, expected)]
         assert torch.equal(*bits), field
@@ -88,7 +89,7 @@ def test_experts_of_floats_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     state = load_file(model_dir / "model.safetensors")
     assert {spec.stored_name for spec in expected_tensors(read_decoder_config(model_dir))} == set(state)
     with open_checkpoint(model_dir) as weights:
-        layer = weights.layer(1, torch.float32)
+        layer = weights.layer(1, Dtype.FP32)
     assert layer.expert_gate_up is not None
     assert layer.expert_gate_up_bias is not None
     assert layer.expert_down is not None
@@ -125,7 +126,7 @@ def test_experts_stay_in_mxfp4_where_the_kernels_hold_the_scales(exponents: tupl
     rewrite(packed / "model.safetensors", {f"{name}_blocks": blocks, f"{name}_scales": scales})
     config = read_decoder_config(packed)
     with open_checkpoint(packed) as dequantised, open_weights(packed, config, keeps=has_cpu_kernels) as kept:
-        expected, found = dequantised.layer(1, torch.float32), kept.layer(1, torch.float32)
+        expected, found = dequantised.layer(1, Dtype.FP32), kept.layer(1, Dtype.FP32)
     for field in ("expert_gate_up", "expert_down"):
         weight = getattr(found, field)
         assert isinstance(weight, Mxfp4Weight if exponents == (104, 144) else torch.Tensor)
@@ -165,7 +166,7 @@ def test_wrong_tensor_of_experts_is_refused_by_name(
     packed = write_pair(tmp_path, (120, 130)).packed
     rewrite(packed / "model.safetensors", {START + tensor: change})
     with pytest.raises(StartupError, match=message), open_checkpoint(packed) as weights:
-        weights.layer(1, torch.float32)
+        weights.layer(1, Dtype.FP32)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_both_orders_of_qwen3_vls_experts_are_the_same_weights(tmp_path: Path) -
     layers = []
     for model_dir in (saved, other):
         with open_weights(model_dir, read_decoder_config(model_dir)) as weights:
-            layers.append(weights.layer(0, torch.float32))
+            layers.append(weights.layer(0, Dtype.FP32))
     for name in ("expert_gate_up", "expert_down"):
         first, second = (getattr(layer, name) for layer in layers)
         assert torch.equal(first, second)
@@ -216,4 +217,4 @@ def test_square_matrices_of_either_order_are_refused(tmp_path: Path) -> None:
     model_dir = make_checkpoint("qwen3-vl-moe", tmp_path, hidden_size=80, head_dim=16, moe_intermediate_size=40)
     message = r"experts.gate_up_proj has shape \[9, 80, 80\], which does not tell inputs from outputs"
     with pytest.raises(StartupError, match=message), open_weights(model_dir, read_decoder_config(model_dir)) as weights:
-        weights.layer(0, torch.float32)
+        weights.layer(0, Dtype.FP32)

@@ -16,6 +16,7 @@ from penstock.backend.checkpoint.formats.methods.gptq import Gptq
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.weight_forms.quantized_weights import GroupedWeight
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from tests.backend.checkpoint.formats.quantizers import mlx, write_checkpoint
 from tests.backend.checkpoint.formats.test_stored_formats import AUTO_ROUND
 from tests.backend.checkpoint.weight_files import rewrite
@@ -35,12 +36,12 @@ def test_model_of_mlx_has_a_quantised_embedding(tmp_path: Path) -> None:
     parts, exact = mlx(8, 32)(np.random.default_rng(1), 128, 256)
     rewrite(checkpoint.file, {f"{name}.{part}": value for part, value in parts.items()})
     with open_weights(checkpoint.path, read_decoder_config(checkpoint.path), keeps=has_cpu_kernels) as weights:
-        embedding, down = weights.embedding(torch.float32), weights.layer(0, torch.float32).down
+        embedding, down = weights.embedding(Dtype.FP32), weights.layer(0, Dtype.FP32).down
         assert isinstance(embedding, GroupedWeight)
         assert isinstance(down, GroupedWeight)
         assert torch.equal(embedding.dequantize(), checkpoint.exact["model.embed_tokens.weight"].float())
         assert torch.equal(down.dequantize(), exact.float())
-        assert isinstance(weights.layer(1, torch.float32).gate_up, torch.Tensor)
+        assert isinstance(weights.layer(1, Dtype.FP32).gate_up, torch.Tensor)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_experts_of_mlx_are_kept_in_their_bits(architecture: str, stack: str, ro
     tensors |= {f"{start}{router}.{part}": value for part, value in parts.items()}
     save_file(tensors, checkpoint.file, metadata={"format": "pt"})
     with open_weights(tmp_path, decoder, keeps=has_cpu_kernels) as weights:
-        layer = weights.layer(1, torch.float32)
+        layer = weights.layer(1, Dtype.FP32)
     assert isinstance(layer.expert_gate_up, GroupedWeight)
     assert isinstance(layer.expert_down, GroupedWeight)
     gate_up = torch.cat([exact[f"{start}gate_proj"], exact[f"{start}up_proj"]], dim=1)

@@ -20,6 +20,7 @@ from penstock.backend.checkpoint.formats.matrix_format import UnreadableMatrixEr
 from penstock.backend.checkpoint.quantization.modes import has_cpu_kernels
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.formats.quantizers import awq_gemv_fast, change_config, fp8, gptq, nf4, write_checkpoint
 from tests.backend.checkpoint.weight_files import rewrite
@@ -33,7 +34,7 @@ def read_all(path: Path) -> None:
     config = read_decoder_config(path)
     with open_weights(path, config, keeps=has_cpu_kernels) as weights:
         for index in range(config.num_layers):
-            weights.layer(index, torch.float32)
+            weights.layer(index, Dtype.FP32)
 
 
 def bad(value: float) -> torch.Tensor:

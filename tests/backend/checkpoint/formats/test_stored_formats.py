@@ -29,6 +29,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_weights import (
     Mxfp4Weight,
 )
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.checkpoint.formats.quantizers import (
@@ -234,7 +235,7 @@ def read_layer(
 ) -> LayerWeights[Any]:
     config = read_decoder_config(checkpoint.path)
     with open_weights(checkpoint.path, config, keeps=keeps) as weights:
-        return weights.layer(1, dtype)
+        return weights.layer(1, Dtype.of(dtype))
 
 
 @pytest.mark.parametrize(("checkpoint", "name"), [(name, name) for name in CASES], indirect=["checkpoint"])
@@ -348,7 +349,7 @@ def test_experts_of_which_one_has_no_packed_form_are_dequantised(tmp_path: Path)
     config = read_decoder_config(checkpoint.path)
     progress = Recorder(0, LOADING)
     with open_weights(checkpoint.path, config, lambda _: progress, keeps=has_cpu_kernels) as weights:
-        layer = weights.layer(1, torch.float32)
+        layer = weights.layer(1, Dtype.FP32)
     assert isinstance(layer.expert_gate_up, Int4Weight)
     assert isinstance(layer.expert_down, torch.Tensor)
     stored = load_file(checkpoint.file)
@@ -383,7 +384,7 @@ def test_log_says_how_many_linears_run_as_they_are(tmp_path: Path, caplog: pytes
         caplog.at_level(logging.INFO, "penstock.backend"),
         open_weights(checkpoint.path, config, keeps=has_cpu_kernels) as weights,
     ):
-        weights.layer(0, torch.float32)
+        weights.layer(0, Dtype.FP32)
     assert "quantised linears 4 are multiplied as they are, 0 were dequantised" in caplog.text
 
 

@@ -25,6 +25,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm
 from penstock.backend.checkpoint.weight_forms.quantized_weights import BlockWeight, Int4Weight
 from penstock.backend.checkpoint.weight_forms.stacked_weights import decoded
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.process import cache_directory
@@ -297,7 +298,7 @@ def test_other_types_run_in_the_grouped_kernels_with_the_same_numbers(tmp_path: 
 def read_layer(file: GgufFile, directory: Path) -> LayerWeights[Any]:
     model_dir = resolve_model(str(file.write(directory / "model.gguf")))
     with open_weights(model_dir, read_decoder_config(model_dir), keeps=has_cpu_kernels) as weights:
-        return weights.layer(0, torch.bfloat16)
+        return weights.layer(0, Dtype.BF16)
 
 
 def test_directory_is_made_once_for_a_state_of_the_file(tmp_path: Path, cache: Path) -> None:
@@ -359,7 +360,7 @@ def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
     config = read_decoder_config(whole)
     assert read_decoder_config(parts) == config
     with open_weights(whole, config) as one, open_weights(parts, config) as two:
-        assert torch.equal(one.layer(1, torch.float32).qkv, two.layer(1, torch.float32).qkv)  # type: ignore[arg-type]
+        assert torch.equal(one.layer(1, Dtype.FP32).qkv, two.layer(1, Dtype.FP32).qkv)  # type: ignore[arg-type]
 
 
 def test_rope_factors_divide_the_frequencies(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int4Weight, QuantizedWeight
+from penstock.backend.dtypes import Dtype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,12 +45,12 @@ def load(model_dir: Path, mode: str = "int4") -> tuple[Linears, Recorder]:
 
     linears: Linears = {}
     with open_quantized(model_dir, config, QUANTIZATIONS[mode], record) as weights:
-        embedding, head = weights.embedding(torch.bfloat16), weights.lm_head(torch.bfloat16)
+        embedding, head = weights.embedding(Dtype.BF16), weights.lm_head(Dtype.BF16)
         linears["lm_head"] = head if head is not None else embedding  # type: ignore[assignment]
         for i in range(config.num_layers):
-            layer = weights.layer(i, torch.bfloat16)
+            layer = weights.layer(i, Dtype.BF16)
             linears |= {f"{i}.{name}": weight for name in LINEARS if (weight := getattr(layer, name)) is not None}
-        weights.final_norm(torch.bfloat16)
+        weights.final_norm(Dtype.BF16)
     assert recorders[0].closed == 1
     return linears, recorders[0]
 

@@ -22,6 +22,7 @@ from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+from penstock.backend.dtypes import Dtype
 from tests.backend.checkpoint.quantization.loading import load, same
 from tests.backend.checkpoint.weight_files import rewrite
 from tests.checkpoints import make_checkpoint
@@ -246,14 +247,14 @@ def test_file_that_another_process_writes_is_left_to_it(
 
 def test_load_of_some_linears_leaves_no_file(model_dir: Path, cache: Path) -> None:
     with open_quantized(model_dir, read_decoder_config(model_dir), QUANTIZATIONS["int8"]) as weights:
-        weights.layer(0, torch.bfloat16)
+        weights.layer(0, Dtype.BF16)
     assert list(cache.iterdir()) == []
 
 
 def test_load_that_fails_leaves_no_file(model_dir: Path, cache: Path) -> None:
     def load_and_fail() -> None:
         with open_quantized(model_dir, read_decoder_config(model_dir), QUANTIZATIONS["int8"]) as weights:
-            weights.layer(0, torch.bfloat16)
+            weights.layer(0, Dtype.BF16)
             raise RuntimeError("planted")
 
     with pytest.raises(RuntimeError, match="planted"):

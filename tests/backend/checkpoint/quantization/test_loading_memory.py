@@ -19,6 +19,7 @@ import torch
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization.modes import QUANTIZATIONS, weight_bytes
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 
 def read_bytes(key):
@@ -32,9 +33,9 @@ for mode in ("int8", "int8", "int4", "int4"):
         before = read_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
         with return_freed_memory(), open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights:
-            kept = [weights.embedding(torch.bfloat16), weights.lm_head(torch.bfloat16)]
-            kept += [weights.layer(i, torch.bfloat16) for i in range(config.num_layers)]
-        print(read_bytes("VmHWM") - before, weight_bytes(config, torch.bfloat16, QUANTIZATIONS[mode]))
+            kept = [weights.embedding(Dtype.BF16), weights.lm_head(Dtype.BF16)]
+            kept += [weights.layer(i, Dtype.BF16) for i in range(config.num_layers)]
+        print(read_bytes("VmHWM") - before, weight_bytes(config, Dtype.BF16, QUANTIZATIONS[mode]))
         del kept
 """
 

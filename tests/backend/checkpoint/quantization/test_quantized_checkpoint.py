@@ -15,6 +15,7 @@ from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_q
 from penstock.backend.checkpoint.weight_forms.float8_weight import Float8Weight
 from penstock.backend.checkpoint.weight_forms.quantized_weights import Int4Weight, Int8Weight, QuantizedWeight
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from tests.backend.checkpoint.quantization.loading import load
 from tests.backend.checkpoint.weight_files import rewrite
@@ -35,7 +36,7 @@ def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: st
         open_quantized(model_dir, config, QUANTIZATIONS[mode]) as weights,
     ):
         for i in range(config.num_layers):
-            exact, found = plain.layer(i, torch.float32), weights.layer(i, torch.float32)
+            exact, found = plain.layer(i, Dtype.FP32), weights.layer(i, Dtype.FP32)
             for name in exact.__slots__:
                 if getattr(exact, name) is None:
                     assert getattr(found, name) is None
@@ -45,16 +46,16 @@ def test_linears_are_quantised_and_the_rest_is_exact(architecture: str, mode: st
                     check_near(weight, getattr(exact, name))
                 else:
                     assert torch.equal(getattr(found, name), getattr(exact, name))
-        assert torch.equal(weights.final_norm(torch.bfloat16), plain.final_norm(torch.float32))
-        table, head = weights.embedding(torch.float32), weights.lm_head(torch.float32)
+        assert torch.equal(weights.final_norm(Dtype.BF16), plain.final_norm(Dtype.FP32))
+        table, head = weights.embedding(Dtype.FP32), weights.lm_head(Dtype.FP32)
         if config.tie_embeddings:
             assert isinstance(table, Float8Weight if mode == "fp8" else Int8Weight)
             assert head is None
-            check_near(table, plain.embedding(torch.float32))
+            check_near(table, plain.embedding(Dtype.FP32))
         else:
             assert isinstance(head, Float8Weight if mode == "fp8" else Int8Weight)
-            check_near(head, plain.lm_head(torch.float32))
-            assert torch.equal(table, plain.embedding(torch.float32))  # type: ignore[arg-type]
+            check_near(head, plain.lm_head(Dtype.FP32))
+            assert torch.equal(table, plain.embedding(Dtype.FP32))  # type: ignore[arg-type]
 
 
 def check_near(weight: QuantizedWeight, exact: Any) -> None:
@@ -114,4 +115,4 @@ def test_announced_bytes_are_those_of_the_tensors(architecture: str, mode: str, 
         num_bytes += weight.values.numel()
         num_bytes += weight.scales.numel() * (2 if isinstance(weight, Int4Weight) else 4)
         num_bytes += weight.zeros.numel() if isinstance(weight, Int4Weight) else 0
-    assert weight_bytes(config, torch.float32, QUANTIZATIONS[mode]) == num_bytes
+    assert weight_bytes(config, Dtype.FP32, QUANTIZATIONS[mode]) == num_bytes

@@ -71,14 +71,17 @@ class OpsHarness:
         """Return x as the implementation's own array. The native operations copy it to their buffer `name`."""
         if not isinstance(self.ops, NativeOps):
             return x.clone()
+        self._rows(name)[: len(x)] = x
+        return getattr(self.ops, name).address
+
+    def _rows(self, name: str) -> Tensor:
         buffer = getattr(self.ops, name)
-        buffer.rows[: len(x)] = x
-        return buffer.address
+        return torch.from_numpy(buffer.rows).view(buffer.dtype.in_torch)
 
     def get(self, name: str, array: Any, num_rows: int) -> Tensor:
         if not isinstance(self.ops, NativeOps):
             return torch.as_tensor(array)
-        return torch.as_tensor(getattr(self.ops, name).rows[:num_rows]).clone()
+        return self._rows(name)[:num_rows].clone()
 
 
 def check_rows_alone(

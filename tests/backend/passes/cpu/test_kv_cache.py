@@ -46,7 +46,7 @@ def stored_blocks(ops: Any, page_size: int) -> list[tuple[Tensor, Tensor]]:
             (side.numbers.flatten(3).permute(1, 2, 0, 3), side.scales.squeeze(4).permute(1, 2, 0, 3)) for side in heads
         ]
     dim, num_scales, lanes = BASE.head_dim, BASE.head_dim // 32, 2
-    raw = ops.cache[0].view(len(ops.cache[0]), BASE.num_kv_heads, -1)
+    raw = torch.from_numpy(ops.cache.arrays[0]).view(len(ops.cache.arrays[0]), BASE.num_kv_heads, -1)
     size = page_size * dim
     keys, values = raw[..., : 2 * size].view(torch.int8).chunk(2, dim=-1)
     if page_size % 16 == 0:

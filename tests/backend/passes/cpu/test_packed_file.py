@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -98,6 +100,37 @@ def packed_in(cache: Path) -> Path:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from penstock.backend import main
+from penstock.backend.passes.shared_weights import packed_file
+directory = Path(sys.argv.pop(1))
+packed_file.cache_directory = lambda: directory
+main._log_ready = lambda *_: (print({"torch", "transformers"} & {*sys.modules}, flush=True), os._exit(0))
+main.main()
+"""
+"""A backend that ends when it is ready."""
+
+
+@pytest.mark.parametrize(("architecture", "quantize"), [("gemma2", "int4"), ("qwen3-next", "int8")])
+def test_backend_that_maps_the_file_imports_no_torch(
+    architecture: str, quantize: str, tmp_path: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model_dir = make_checkpoint(architecture, tmp_path / "model")
+    load(model_dir, quantize, task="auto").close()
+    socket = tmp_path_factory.mktemp("s") / "socket"
+    child = subprocess.run(
+        [
+            *(sys.executable, "-c", CHILD, cache.parent, "--model", model_dir, "--socket", socket),
+            *("--gpu", "none", "--dtype", "bf16", "--quantize", quantize, "--kv-budget", "64MB"),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "mapped" in child.stderr
+    assert child.stdout == "set()\n", child.stderr
 
 
 @pytest.mark.parametrize(

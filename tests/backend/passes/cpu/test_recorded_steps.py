@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import OperationKind
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -57,7 +58,7 @@ def test_recorded_steps_have_the_same_bits_as_single_operations(dtype: torch.dty
     config = read_decoder_config(checkpoint("llama3"))
     ops: Any = UnrecordedOps(make_native_ops(config, dtype))
     with open_weights(checkpoint("llama3"), config) as weights:
-        expected = run(Driver(CpuDecoderPass(config, weights, ops, dtype, max_running=32), 40, 16, "bf16"))
+        expected = run(Driver(CpuDecoderPass(config, weights, ops, Dtype.of(dtype), max_running=32), 40, 16, "bf16"))
     assert len(found) == 2 * (1 + 10 + 10 + 2)
     np.testing.assert_array_equal(found, expected)
 

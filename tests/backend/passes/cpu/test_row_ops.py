@@ -300,4 +300,4 @@ def test_native_results_are_the_same_bits_for_any_thread_count(num_threads: int)
 def test_all_memory_is_read(num_floats: int, make_kernels: MakeOps) -> None:
     ops = make_kernels(BASE)
     numbers = torch.arange(num_floats) % 5 - 1
-    assert ops.weights.read_memory(numbers.float()) == int(numbers.sum())
+    assert ops.weights.read_memory(numbers.float().numpy()) == int(numbers.sum())

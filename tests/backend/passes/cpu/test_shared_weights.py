@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from penstock.backend.checkpoint import fingerprint
 from penstock.backend.checkpoint.quantization import quantized_checkpoint
 from penstock.backend.checksum import block_sum
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.library.native_structs import Linear
 from penstock.backend.passes.cpu.path_choice import load_kernels
@@ -186,7 +186,7 @@ def test_memory_that_cannot_be_read_is_dropped_and_not_filled_again(
 def damage(loaded: CpuDecoderPass) -> None:
     """Change a byte, as failing hardware would: the memory is read-only for everybody."""
     memory = loaded.ops.weights.memory()[0]  # type: ignore[attr-defined]
-    page = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    page = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None)
     assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE) == 0
     memory[17] ^= 4
@@ -266,7 +266,7 @@ def test_manifest_of_another_model_is_refused_and_the_weights_are_loaded(
     """Its fingerprint is right, but its sizes are not."""
     shared = FilledMemory(create_memfd())
     shared.place(64)
-    shared.finish("right", torch.bfloat16)
+    shared.finish("right", Dtype.BF16)
     mailbox.leave(shared.fds)
     monkeypatch.setattr("penstock.backend.passes.cpu.weight_memory.shared.fingerprint", lambda *_: "right")
     loaded = load(make_checkpoint("qwen3", tmp_path), mailbox)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.backend.checksum import block_sum
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cuda.memory.shared_weights import DeviceMemories
@@ -190,7 +191,7 @@ def test_checksums_of_the_device_are_those_of_the_host_across_blocks() -> None:
     tensor = torch.from_numpy(numbers)
     kept = filled.place(lambda: tensor, tensor.shape, tensor.dtype)
     assert len(filled._range.block_bytes) == 2
-    blocks = filled.finish("f", torch.bfloat16)
+    blocks = filled.finish("f", Dtype.BF16)
     assert [blocks.check(block) for block in range(len(blocks))] == [None] * 3
     content = kept.numpy()
     assert blocks._sums[0] == block_sum(content[:BLOCK_BYTES])

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.forward_pass.plugins import find_forward_pass
@@ -71,12 +71,12 @@ def test_heads_without_whole_blocks_have_no_q8_0() -> None:
 def test_torch_operations_run_without_a_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_pass, "load_kernels", lambda _: None)
     config = read_decoder_config(make_checkpoint("llama3", make_shared_directory()))
-    assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+    assert isinstance(make_cpu_ops(config, Dtype.FP32, 16), TorchOps)
 
 
 def test_torch_operations_run_heads_without_whole_vectors(caplog: pytest.LogCaptureFixture) -> None:
     config = read_decoder_config(make_checkpoint("llama2", make_shared_directory(), hidden_size=48))
     assert config.head_dim == 12
     with caplog.at_level("INFO", logger="penstock.backend"):
-        assert isinstance(make_cpu_ops(config, torch.float32, 16), TorchOps)
+        assert isinstance(make_cpu_ops(config, Dtype.FP32, 16), TorchOps)
     assert "no support for heads of 12" in caplog.text

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from tests.backend.passes.conftest import DETERMINISTIC, MakeOps, groups_for, make_native_ops, make_torch_ops
@@ -72,7 +73,7 @@ def make_pass(
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, groups=groups_for(ops, config))
+        return CpuDecoderPass(config, weights, ops, Dtype.of(dtype), max_running=32, groups=groups_for(ops, config))
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:
@@ -339,8 +340,7 @@ def cache_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder._ops
     if isinstance(ops, TorchOps):
         return [tensor for heads in (*ops.cache.keys, *ops.cache.values) for tensor in heads.tensors]
-    tensors: list[torch.Tensor] = ops.cache
-    return tensors
+    return [torch.from_numpy(layer) for layer in ops.cache.arrays]
 
 
 def poison(decoder: CpuDecoderPass) -> None:

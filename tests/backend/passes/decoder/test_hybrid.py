@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.backend.checkpoint.config_json import parse_decoder_config, read_decoder_config
 from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -29,7 +30,7 @@ def state_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder.ops
     if isinstance(ops, NativeOps):
         assert ops.delta_net is not None
-        return [tensor for layer in ops.delta_net._layers for tensor in layer.states]
+        return [torch.from_numpy(array) for layer in ops.delta_net._layers for array in layer.states]
     return [tensor for layer in ops.delta_net._layers for tensor in (layer.states, layer.inputs)]
 
 
@@ -80,7 +81,7 @@ def test_experts_of_a_layer_may_be_in_two_tensors(tmp_path: Path) -> None:
 
     def layer() -> LayerWeights[Any]:
         with open_weights(model_dir, config) as weights:
-            return weights.layer(1, torch.float32)
+            return weights.layer(1, Dtype.FP32)
 
     before, tensors = layer(), load_file(model_dir / "model.safetensors")
     for index in range(3):

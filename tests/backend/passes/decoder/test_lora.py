@@ -19,6 +19,7 @@ from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
 from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 from penstock.backend.checkpoint.weights import open_weights
+from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
@@ -84,7 +85,9 @@ def make_pass(
     chosen = adapters(preset) if with_adapters else ()
     with open_weights(model_dir, config) as weights, open_adapters(model_dir, chosen, config) as opened:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, dtype, 32, groups=groups_for(ops, config), adapters=opened)
+        return CpuDecoderPass(
+            config, weights, ops, Dtype.of(dtype), 32, groups=groups_for(ops, config), adapters=opened
+        )
 
 
 def add_rows(driver: Driver, choices: tuple[int, ...] = EACH, seed: int = 0) -> list[DriverRow]:
@@ -176,7 +179,7 @@ def test_adapters_over_quantised_weights(
         open_adapters(model_dir, [adapter], config) as opened,
     ):
         ops = make_usual_ops(config, torch.float32)
-        decoder = CpuDecoderPass(config, weights, ops, torch.float32, 32, quantization=quantization, adapters=opened)
+        decoder = CpuDecoderPass(config, weights, ops, Dtype.FP32, 32, quantization=quantization, adapters=opened)
     driver = Driver(decoder, num_pages=64, page_size=8)
     rows = add_rows(driver, (NO_ADAPTER, 0, 0))
     found = driver.prefill()

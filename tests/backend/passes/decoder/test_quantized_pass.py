@@ -15,6 +15,7 @@ from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.quantization import cached_file
 from penstock.backend.checkpoint.quantization.modes import find_cpu_quantization, linear_specs
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_quantized
+from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.cpu.in_torch.torch_ops import TorchOps
@@ -51,7 +52,7 @@ def make_pass(architecture: str, mode: str, make_ops: MakeOps, dtype: torch.dtyp
     config = read_decoder_config(model_dir)
     with open_quantized(model_dir, config, quantization) as weights:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, dtype, max_running=32, quantization=quantization)
+        return CpuDecoderPass(config, weights, ops, Dtype.of(dtype), max_running=32, quantization=quantization)
 
 
 @cache

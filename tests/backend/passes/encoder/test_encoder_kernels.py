@@ -10,6 +10,7 @@ import torch
 
 from penstock.backend.checkpoint.encoders.read_config import read_encoder
 from penstock.backend.checkpoint.encoders.weights import open_encoder
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.encoder.forward_pass import EncoderPass
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps
@@ -34,7 +35,7 @@ def load_pass(model_dir: Path, path: str, dtype: torch.dtype, num_threads: int =
     ops: EncoderOps = TorchEncoderOps(config, dtype)
     if path:
         library = open_emulated_tiles() if path == TILES else open_path(path)
-        ops = NativeEncoderOps(library, config, dtype, num_threads, 50e-6, uses_tiles=path == TILES)
+        ops = NativeEncoderOps(library, config, Dtype.of(dtype), num_threads, 50e-6, uses_tiles=path == TILES)
     with open_encoder(model_dir, config) as weights, torch.inference_mode():
         model = EncoderModel(config, ops, weights, dtype, int8=False)
     return EncoderPass(config, ops, model, make_spec(config, dtype, "none"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, DecoderConfig, NormKind, QkNormScope
+from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from tests.backend.passes.conftest import MakeOps
 from tests.backend.passes.cpu import test_attention as attention
@@ -57,7 +58,13 @@ def make_ops(kernels: RemoteKernels) -> Iterator[MakeOps]:
     def make(config: DecoderConfig, dtype: torch.dtype = FP32, num_threads: int = 2) -> NativeOps:
         library: Any = kernels
         return NativeOps(
-            library, config, dtype, max_batch_tokens=8, num_threads=num_threads, spin_s=20e-6, uses_tiles=False
+            library,
+            config,
+            Dtype.of(dtype),
+            max_batch_tokens=8,
+            num_threads=num_threads,
+            spin_s=20e-6,
+            uses_tiles=False,
         )
 
     yield make
@@ -68,7 +75,7 @@ def test_emulated_cpu_refuses_instructions_that_it_lacks(monkeypatch: pytest.Mon
     """So the other tests show that "neon" has none but those of ARMv8.0."""
     driver = start_driver("neon_bf16", monkeypatch, cpu=CPUS["neon"])
     library: Any = RemoteKernels(driver)
-    ops = NativeOps(library, BASE, BF16, max_batch_tokens=8, num_threads=1, spin_s=0.0, uses_tiles=False)
+    ops = NativeOps(library, BASE, Dtype.BF16, max_batch_tokens=8, num_threads=1, spin_s=0.0, uses_tiles=False)
     harness = OpsHarness(ops)
     harness.begin(1)
     linear = ops.pack_linear(randn(100, BASE.hidden_size, dtype=BF16), None)
