@@ -128,7 +128,6 @@ class NativeOps:
         self.adapters = NativeAdapters(dtype)
         self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
         self.open_queue = partial(StepQueue, library, self._engine, self._prepare_queued)
-        """Close it before the operations."""
         self.cache = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None

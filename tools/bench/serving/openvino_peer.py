@@ -14,7 +14,6 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 STEP_TOKENS = 192
@@ -72,7 +71,7 @@ class Pipeline:
         while handle.can_read():
             (output,) = handle.read().values()
             tokens += output.generated_ids
-        has_ended = handle.get_status() != self._genai.GenerationStatus.RUNNING
+        has_ended: bool = handle.get_status() != self._genai.GenerationStatus.RUNNING
         if tokens or has_ended:
             deliver(tokens, has_ended)
         return has_ended
@@ -108,7 +107,7 @@ class Server:
         def write(tokens: list[int], is_last: bool) -> None:
             nonlocal num_tokens
             num_tokens += len(tokens)
-            events = []
+            events: list[dict[str, object]] = []
             if tokens:
                 finish = "length" if is_last else None
                 text = "".join(f" {token}" for token in tokens)
@@ -121,7 +120,7 @@ class Server:
             if is_last:
                 ended.set()
 
-        self._pipeline.ask(prompt, body, partial(loop.call_soon_threadsafe, write))
+        self._pipeline.ask(prompt, body, lambda tokens, is_last: loop.call_soon_threadsafe(write, tokens, is_last))
         await ended.wait()
 
 
