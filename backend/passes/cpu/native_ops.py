@@ -140,7 +140,6 @@ class NativeOps:
         """The memory that `StepRows.arrays` points to, and free space."""
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
-
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
         projected_width, mixed_width = _widths_of_mixers(config)
