@@ -48,6 +48,7 @@ from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
     count_host_pages,
+    create_cache,
     create_kv_events,
     create_scheduler,
     leave_on_signal,
@@ -267,7 +268,7 @@ def _load_pass(
         forward_pass = pass_class.load(model_dir, settings)
         try:
             if isinstance(plan, KvPlan):
-                forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+                create_cache(forward_pass, plan.num_pages, plan.page_size_tokens, plan.kv_dtype, plan.num_checkpoints)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             no_memory = NoRoomBeside if options.beside_another else StartupError
             raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
@@ -342,6 +343,7 @@ def _create_recorder(
         options.record_tokens,
         PROTOCOL_VERSION,
         tuple(adapter.adapter_id for adapter in card.adapters),
+        plan.num_checkpoints if isinstance(plan, KvPlan) else 0,
     )
     try:
         fd = create_fd(options.flight_recorder) if options.recorder_fd is None else options.recorder_fd

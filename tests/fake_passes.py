@@ -35,29 +35,41 @@ def next_token(
 class StatefulFakePass(FakePass):
     """The fake pass with a state: a row continues from the sum that its slot has kept, not from the pages.
 
-    It samples the same tokens, if each token is added exactly once.
+    It samples the same tokens, if each token is added exactly once. A page with another token than the state has seen
+    is a bug, which it reports.
     """
 
     def __init__(self, vocab_size: int, max_running: int, *others: Any) -> None:
         super().__init__(vocab_size, max_running, *others)
         self._states = np.zeros(max_running, np.uint64)
+        self._checkpoints = np.zeros(0, np.uint64)
         self.spec = _with_state(self.spec)
 
     @classmethod
     def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
         return _with_state(super().describe(model_dir, options))
 
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        self._checkpoints = np.zeros(num_checkpoints, np.uint64)
+
     def _sums_before(self, batch: StepBatch) -> NDArray[np.uint64]:
         for init in batch.slot_inits:
             self._states[init.slot] = 0
+        for checkpoint, slot in batch.state_restores:
+            self._states[slot] = self._checkpoints[checkpoint]
+        if (self._states[batch.slots] != super()._sums_before(batch)).any():
+            raise ValueError("a slot's state is not that after the tokens in its pages")
         return self._states[batch.slots]
 
     def _keep(self, batch: StepBatch, sums: NDArray[np.uint64]) -> None:
         self._states[batch.slots] = sums[batch.query_starts[1:] - 1]
+        for slot, checkpoint in batch.state_saves:
+            self._checkpoints[checkpoint] = self._states[slot]
 
 
 def _with_state(spec: PassSpec) -> PassSpec:
-    return replace(spec, state_bytes_per_sequence=np.dtype(np.uint64).itemsize, verifies_drafts=False)
+    num_bytes = np.dtype(np.uint64).itemsize
+    return replace(spec, state_bytes_per_sequence=num_bytes, copies_states=True, verifies_drafts=False)
 
 
 def _with_windows(spec: PassSpec, kv_windows: tuple[int | None, ...]) -> PassSpec:

@@ -39,7 +39,9 @@ _EMULATED = "tests.backend.passes.cuda.emulated_pass:EmulatedCudaPass"
 _TRANSFORMERS = "penstock.backend.passes.transformers_model.forward_pass:TransformersPass"
 _FAKE_ADAPTERS = (Path("one"), Path("two"))
 _GROUPED = "decoder whose layers are several groups"
+_WITH_STATE = "decoder with a state"
 _ENCODER = "encoder"
+_ARCHITECTURES = {_GROUPED: "gemma3", _WITH_STATE: "qwen3.5"}
 _OWN_PASSES = [
     ("fake", None, "none"),
     ("tests.fake_passes:StatefulFakePass", None, "none"),
@@ -53,6 +55,7 @@ _OWN_PASSES = [
     ("decoder", "q8_0", "none"),
     ("decoder", None, "int4"),
     (_GROUPED, None, "none"),
+    (_WITH_STATE, None, "none"),
     (_EMULATED, None, "none"),
     (_TRANSFORMERS, None, "none"),
 ]
@@ -77,8 +80,10 @@ def forward_pass(
     if pass_name in ("decoder", _EMULATED, _TRANSFORMERS) and model_dir is None:
         head_dim = 32 if pass_name == "decoder" else 64
         model_dir = make_checkpoint("llama3", tmp_path_factory.mktemp("contract"), head_dim=head_dim)
-    if pass_name == _GROUPED and model_dir is None:
-        model_dir, pass_name = make_checkpoint("gemma3", tmp_path_factory.mktemp("contract")), "decoder"
+    takes_adapters = pass_name != _WITH_STATE
+    if pass_name in _ARCHITECTURES and model_dir is None:
+        model_dir = make_checkpoint(_ARCHITECTURES[pass_name], tmp_path_factory.mktemp("contract"))
+        pass_name = "decoder"
     if pass_name == _ENCODER and model_dir is None:
         model_dir = tmp_path_factory.mktemp("contract")
         make_encoder("bert", "Model", model_dir)
@@ -88,7 +93,7 @@ def forward_pass(
         adapters = request.config.getoption("--adapter")
         if pass_name == "fake" or ".fake:" in pass_name:
             adapters = adapters or _FAKE_ADAPTERS
-        elif pass_name == "decoder" and request.config.getoption("--model") is None:
+        elif pass_name == "decoder" and takes_adapters and request.config.getoption("--model") is None:
             model = load_oracle(model_dir)
             adapters = [make_adapter(model, tmp_path_factory.mktemp("adapter"), seed=seed) for seed in (1, 2)]
         loaded = load_pass(pass_name, model_dir, kv_dtype, quantize, adapters)

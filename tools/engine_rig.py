@@ -27,6 +27,8 @@ from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.page_store import StatePlaces
+from penstock.backend.kv_cache.state_checkpoints import SPACING_TOKENS, StateCheckpoints
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
@@ -47,6 +49,7 @@ from penstock.shm.messages import (
     VectorPart,
 )
 
+_STATE_BYTES = 8
 Launch = Callable[[Plan, StepBatch, PageSaves], LaunchedStep]
 """Like `launch_step` with a pass."""
 
@@ -61,7 +64,10 @@ class RigSizes:
     max_batch_tokens: int
     num_plans_ahead: int = 1
     max_park_steps: int = 64
-    keeps_state: bool = False
+    num_checkpoints: int | None = None
+    """None if the pass keeps no state."""
+    checkpoint_spacing: int = SPACING_TOKENS
+    state_store: StatePlaces | None = None
     kv_windows: tuple[int | None, ...] = (None,)
     drafting: Drafting | None = None
 
@@ -72,7 +78,7 @@ class RigSizes:
             self.kv_windows,
             self.max_batch_tokens,
             self.num_plans_ahead,
-            keeps_state=self.keeps_state,
+            keeps_state=self.num_checkpoints is not None,
         )
 
     def make_scheduler(self, pool: PagePool) -> ISequenceScheduler:
@@ -85,7 +91,14 @@ class RigSizes:
             self.max_batch_tokens,
             self.max_park_steps,
             self.num_plans_ahead,
-            keeps_state=self.keeps_state,
+            states=None
+            if self.num_checkpoints is None
+            else StateCheckpoints(
+                PagePool(self.num_checkpoints, store=self.state_store),
+                self.page_size_tokens,
+                self.checkpoint_spacing,
+                _STATE_BYTES,
+            ),
             kv_windows=self.kv_windows,
             drafting=self.drafting,
         )

@@ -135,6 +135,9 @@ class ISequenceScheduler(Protocol):
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """(page, host place) pairs to copy before the next step."""
 
+    def note_step_ended(self) -> None:
+        """Note that the oldest step launched after `take_saves` has ended."""
+
     def take_preempted(self) -> list[Sequence]:
         """Sequences preempted since the last call, once per preemption."""
 
@@ -159,6 +162,10 @@ class ISequenceScheduler(Protocol):
 
     @property
     def num_pages_idle(self) -> int: ...
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Memory of the states that are kept for others; see `StateCheckpoints`."""
 
     @property
     def host_offload(self) -> HostOffload: ...

@@ -218,7 +218,7 @@ class Engine:
     def _apply(self, result: StepResult) -> None:
         """Deliver the step's tokens. An error of a step fails the requests that caused it, no others."""
         plan, board = result.plan, self._board
-        self._scheduler.host_offload.note_step_ended()
+        self._scheduler.note_step_ended()
         self._ended_s = result.ended_s
         num_tokens = plan.num_tokens
         board.steps += 1
@@ -370,6 +370,7 @@ class Engine:
         board.waiting = waiting = scheduler.num_waiting + len(self._open_requests.restart_grace)
         board.pages_used = pages_held = scheduler.num_pages_held
         board.pages_idle = pages_idle = scheduler.num_pages_idle
+        board.checkpoint_bytes = scheduler.checkpoint_bytes
         board.preemptions = scheduler.num_preemptions
         board.host_pages_used, board.pages_saved, board.pages_restored = (
             host.num_used,

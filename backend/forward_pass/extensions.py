@@ -31,20 +31,31 @@ class IHostPages(Protocol):
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy each (page, host page) pair, after all steps launched so far; later steps may write to the pages.
+        Checkpoint n has the page number num_pages + n.
 
         No host page occurs twice. Called between steps, not between `forward` and `sample`. An error here is fatal: the
         engine would otherwise read pages that were never saved.
         """
 
 
+@runtime_checkable
+class ICheckpointsStates(Protocol):
+    """Optional interface of a pass with a state whose spec says copies_states: sequences with the same beginning share
+    it, if a checkpoint has the state after it. The engine decides which states are kept, and where."""
+
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        """Allocate num_checkpoints * spec.state_bytes_per_sequence bytes. Called once, after `create_cache`."""
+
+
 class PagePlaces(Protocol):
     """Host pages in memory that outlives the process."""
 
     @property
-    def num_places(self) -> int: ...
+    def num_places(self) -> int:
+        """Places for pages. Those for checkpoints have the numbers behind."""
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        """The memory of one place, [page bytes], for the keys and values of a page in all layers."""
+        """The memory of one place, [page bytes], for the keys and values of a page in all layers; or [state bytes]."""
 
     def note_written(self, index: int) -> None:
         """The pass has written the place. Called on its thread."""

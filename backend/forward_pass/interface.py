@@ -61,10 +61,12 @@ class PassSpec:
     state_bytes_per_sequence: int = 0
     """Memory of the state that the pass keeps for each slot in addition to pages, as linear attention does; 0 for none.
 
-    A SlotInit resets the state, and comes with the row that begins at position 0; each later row of the slot continues
-    where the last one ended. After an error the slot's next row is such a beginning. Nothing is shared between such
-    sequences: no step has page_copies or page_restores.
+    A SlotInit resets the state, and comes with the row that begins at position 0, or with a restored checkpoint; each
+    later row of the slot continues where the last one ended. After an error the slot's next row is such a beginning. No
+    step has page_copies. Without copies_states nothing is shared between such sequences.
     """
+    copies_states: bool = False
+    """The pass keeps checkpoints of states, see `ICheckpointsStates`."""
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
     generates: bool = True

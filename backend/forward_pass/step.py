@@ -177,7 +177,14 @@ class StepBatch:
     is both, and no page is a destination twice."""
     page_restores: tuple[tuple[int, int], ...] = ()
     """(host page, page): copy what `IHostPages.save_pages` saved there back to the page, before page_copies. Only for
-    passes that have host pages. No page is a destination twice, or a destination of page_copies too."""
+    passes that have host pages. No page is a destination twice, or a destination of page_copies too. Checkpoint n has
+    the page number num_pages + n."""
+    state_restores: tuple[tuple[int, int], ...] = ()
+    """(checkpoint, slot): copy the checkpoint to the slot's state before the step, after page_restores. The slot has a
+    SlotInit in this step. Only for passes whose spec says copies_states, as state_saves."""
+    state_saves: tuple[tuple[int, int], ...] = ()
+    """(slot, checkpoint): copy the slot's state to the checkpoint after the step. No checkpoint occurs twice; one that
+    state_restores reads may occur."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
     """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size."""
     scored: ScoredTokens | None = None

@@ -45,6 +45,8 @@ _LOOKS_EVERY_S = 1.0
 class HandOverMemory:
     """The memory of one server's backend and its successors. One of them writes: the one that holds the lock."""
 
+    first_place = 0
+
     def __init__(self, fd: int, key: bytes, page_bytes: int, num_pages: int) -> None:
         """The fd stays the caller's. follows becomes true if another backend with the same key uses it now; if one
         with another key does, is_usable is false. num_pages are those that this backend may leave."""

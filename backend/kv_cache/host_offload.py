@@ -25,6 +25,9 @@ class IPageStore(Protocol):
     """Remembers the content of host pages for later processes: a `PageStore`."""
 
     @property
+    def first_place(self) -> int: ...
+
+    @property
     def num_places(self) -> int: ...
 
     @property
@@ -52,6 +55,7 @@ class HostOffload:
 
     def __init__(self, num_host_pages: int, store: IPageStore | None = None) -> None:
         """With a store, num_host_pages is its number of places."""
+        self._first_place = 0 if store is None else store.first_place
         self._num_host_pages = num_host_pages if store is None else store.num_places
         self._store = store
         self._saved: OrderedDict[bytes, _Saved] = OrderedDict()
@@ -77,7 +81,8 @@ class HostOffload:
         for page in found:
             self._add_found(page)
         used = {saved.host_page for saved in self._saved.values()}
-        self._free = [place for place in range(self._num_host_pages - 1, -1, -1) if place not in used]
+        places = range(self._first_place, self._first_place + self._num_host_pages)
+        self._free = [place for place in reversed(places) if place not in used]
 
     def _add_found(self, page: PersistedPage) -> None:
         if (older := self._saved.pop(page.page_hash, None)) is not None and self._store is not None:

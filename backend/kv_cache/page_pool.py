@@ -34,8 +34,6 @@ class PagePool:
 
         names learns of pages that are found on the device or on the host; observers and texts of those on the device.
         """
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}; at least 1 is needed")
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
@@ -144,6 +142,11 @@ class PagePool:
         for page_hash in reversed(page_hashes):
             if (page := self._index.find(page_hash)) is not None:
                 self.host_offload.save(page, page_hash, self._index.entry(page).salt)
+
+    def is_reused(self, page_hash: bytes) -> bool:
+        """Whether `mark_for_offload` has been called for it."""
+        page = self._index.find(page_hash)
+        return page is not None and self._index.should_offload(page)
 
     def leave(self, page_hashes: Sequence[bytes]) -> None:
         """Leave this content, and each page that fills from now on, to the next backend, if there is memory for it."""

@@ -80,8 +80,8 @@ class PageRows:
         self._mapping[begin : begin + ROW_BYTES] = bytes(ROW_BYTES)
 
 
-_MAGIC = b"PNSTKV01"
-_HEADER = struct.Struct("<8s32s32sQQ")  # magic, key, secret, bytes of a page, places
+_MAGIC = b"PNSTKV02"
+_HEADER = struct.Struct("<8s32s32sQQQQ")  # magic, key, secret, then bytes and places: of pages, of states
 _HEADER_BYTES = 4096
 KEY_BYTES = 32
 _ALIGNMENT = 64
@@ -93,27 +93,39 @@ class PageStoreError(Exception):
     """The store cannot be used. The message is one line."""
 
 
+class StatePlaces:
+    """The places of a store that are for checkpoints of states. Their numbers come behind those for pages."""
+
+    def __init__(self, store: PageStore, num_places: int, found: list[PersistedPage]) -> None:
+        self.first_place = store.num_places
+        self.num_places = num_places
+        self.found = found
+        self.publish, self.withdraw, self.is_intact = store.publish, store.withdraw, store.is_intact
+
+
 class PageStore:
-    """Places for pages, which one process at a time uses.
+    """Places for pages, which one process at a time uses; and for checkpoints of states, if the model has any.
 
     A row identifies the content of a place. It is cleared before other content is written there, and written when that
     is complete. So whenever the process is killed, a valid row means complete content. The content's checksum, compared
     when a later process uses it, detects all other damage.
     """
 
-    def __init__(self, fd: int, key: bytes, page_bytes: int) -> None:
+    first_place = 0
+
+    def __init__(self, fd: int, key: bytes, page_bytes: int, state_bytes: int = 0, num_states: int = 0) -> None:
         """Use the whole memfd, whose fd stays the caller's; its memory is allocated now.
 
-        Existing content is kept if it was written with the same key and page size. Raises PageStoreError.
+        Existing content is kept if it was written with the same key and sizes. Raises PageStoreError.
         """
         num_bytes = os.fstat(fd).st_size
-        self._place_bytes = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._page_bytes = page_bytes
-        num_fitting = max(0, num_bytes - _HEADER_BYTES) // (self._place_bytes + ROW_BYTES)
-        self.num_places = min(num_fitting, MAX_PLACES)
+        place_bytes, state_place_bytes = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in (page_bytes, state_bytes))
+        self._sizes = page_bytes, state_bytes
+        left_bytes = num_bytes - _HEADER_BYTES - num_states * (state_place_bytes + ROW_BYTES)
+        self.num_places = min(max(0, left_bytes) // (place_bytes + ROW_BYTES), MAX_PLACES)
         if not self.num_places:
             raise PageStoreError(f"{num_bytes} bytes hold no page of {page_bytes} bytes")
-        rows_end = _HEADER_BYTES + self.num_places * ROW_BYTES
+        rows_end = _HEADER_BYTES + (self.num_places + num_states) * ROW_BYTES
         try:
             # It belongs to this process, not to the open file: a child that inherits the fd has no part in it.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,32 +135,44 @@ class PageStore:
             raise PageStoreError("another process uses it") from None
         except OSError as error:
             raise PageStoreError(str(error.strerror)) from None
-        self._rows = PageRows(self._mapping, _HEADER_BYTES, self.num_places)
-        self.secret = self._begin(key, page_bytes, rows_end)
+        self._rows = PageRows(self._mapping, _HEADER_BYTES, self.num_places + num_states)
+        self.secret = self._begin(key, (page_bytes, self.num_places, state_bytes, num_states), rows_end)
         """For the hashes of pages, which must be the same in all processes that use the store."""
-        memory = np.frombuffer(self._mapping, np.uint8, self.num_places * self._place_bytes, rows_end)
-        self._places = memory.reshape(self.num_places, self._place_bytes)
+        pages_end = rows_end + self.num_places * place_bytes
+        parts = (rows_end, self.num_places, place_bytes), (pages_end, num_states, state_place_bytes)
+        memory = np.frombuffer(self._mapping, np.uint8)
+        self._places, self._states = (
+            memory[start : start + count * size].reshape(count, size) for start, count, size in parts
+        )
         found = self._rows.read()
         self._sums = {place: content_sum for place, (_, content_sum) in found.items()}
-        self.found = [page for page, _ in found.values()]
+        pages = [page for page, _ in found.values()]
+        self.found = [page for page in pages if page.place < self.num_places]
         """Pages of earlier processes, in the order in which they were saved."""
+        states = [page for page in pages if page.place >= self.num_places]
+        self.states = StatePlaces(self, num_states, states) if num_states else None
 
-    def _begin(self, key: bytes, page_bytes: int, rows_end: int) -> bytes:
-        """Return the secret. Rows of another key are cleared."""
-        magic, known, secret, known_bytes, num_places = _HEADER.unpack_from(self._mapping)
-        if (magic, known, known_bytes, num_places) != (_MAGIC, key, page_bytes, self.num_places):
+    def _begin(self, key: bytes, sizes: tuple[int, ...], rows_end: int) -> bytes:
+        """Return the secret. Rows of another key or other sizes are cleared."""
+        magic, known, secret, *known_sizes = _HEADER.unpack_from(self._mapping)
+        if (magic, known, *known_sizes) != (_MAGIC, key, *sizes):
             self._mapping[:rows_end] = bytes(rows_end)
             secret = secrets.token_bytes(32)
-            _HEADER.pack_into(self._mapping, 0, _MAGIC, key, secret, page_bytes, self.num_places)
+            _HEADER.pack_into(self._mapping, 0, _MAGIC, key, secret, *sizes)
         return bytes(secret)
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        """The memory of a place, [page bytes]."""
-        return self._places[index, : self._page_bytes]
+        """The memory of a place, [page bytes] or [state bytes]."""
+        return self._memory(index)[: self._sizes[index >= self.num_places]]
+
+    def _memory(self, index: int) -> NDArray[np.uint8]:
+        is_page = index < self.num_places
+        memory: NDArray[np.uint8] = self._places[index] if is_page else self._states[index - self.num_places]
+        return memory
 
     def note_written(self, index: int) -> None:
         """Note that the content of the place is complete. May be called on another thread than the other methods."""
-        self._sums[index] = block_sum(self._places[index])
+        self._sums[index] = block_sum(self._memory(index))
 
     def publish(self, page: PersistedPage) -> None:
         """Let later processes find the content, for which `note_written` has returned."""
@@ -160,7 +184,7 @@ class PageStore:
 
     def is_intact(self, index: int) -> bool:
         """Whether the content is still what was published."""
-        return block_sum(self._places[index]) == self._sums[index]
+        return block_sum(self._memory(index)) == self._sums[index]
 
 
 logger = logging.getLogger("penstock.backend")
@@ -188,7 +212,7 @@ def open_store(
     if not isinstance(plan, KvPlan) or not isinstance(forward_pass, IPersistsPages):
         logger.info("pages end with this process: its forward pass cannot leave them")
         return None
-    if spec.state_bytes_per_sequence or plan.groups.has_windows:
+    if (spec.state_bytes_per_sequence and not plan.num_checkpoints) or plan.groups.has_windows:
         logger.info("pages end with this process: they alone do not say how a sequence of this model goes on")
         return None
     size, page_bytes = os.fstat(fd), plan.page_size_tokens * plan.bytes_per_token
@@ -199,8 +223,10 @@ def open_store(
             f"{memory.name}, {format_size(missing)} are needed: lower --persist-kv"
         )
     key = packing_fingerprint(model_dir, (fingerprint, plan.kv_dtype, page_bytes, plan.page_size_tokens))
+    state_bytes = spec.state_bytes_per_sequence
+    num_states = size.st_size * plan.checkpoint_bytes // (plan.num_bytes + plan.checkpoint_bytes) // max(1, state_bytes)
     try:
-        store = PageStore(fd, bytes.fromhex(key), page_bytes)
+        store = PageStore(fd, bytes.fromhex(key), page_bytes, state_bytes, num_states)
     except PageStoreError as error:
         raise StartupError(f"--persist-kv: {error}") from None
     use_secret(store.secret)
@@ -209,4 +235,9 @@ def open_store(
         "pages are kept for the next backend: %d of %s; %d of an earlier one are there",
         store.num_places, format_size(page_bytes), len(store.found),
     )  # fmt: skip
+    if store.states is not None:
+        logger.info(
+            "and checkpoints: %d of %s; %d of an earlier one are there",
+            num_states, format_size(state_bytes), len(store.states.found),
+        )  # fmt: skip
     return store

@@ -2,7 +2,7 @@
 
 A prefix has up to three parts, in this order. Full pages are shared: the sequence holds them. Full pages on the host
 are restored. In the page after those, tokens that match the beginning of another page are copied out of it; that page
-is indexed, or a running sequence is still filling it.
+is indexed, or a running sequence is still filling it. If the pass keeps a state, a prefix ends at a checkpoint of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_hash import extend_page_hashes, partial_page_hash
 from penstock.backend.kv_cache.page_index import IndexedPage
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.sequences.sequence import Sequence
 
 Awaited: TypeAlias = bytes | Sequence
@@ -44,6 +45,9 @@ class Prefix:
     """The page to copy them from."""
     awaited: Awaited | None = None
     """When this is computed, the prefix becomes longer."""
+    num_shared_pages: int = 0
+    """Number of full pages after which the sequence parts from another one, if it cannot begin there for want of a
+    checkpoint."""
 
     @property
     def num_full_pages(self) -> int:
@@ -71,8 +75,10 @@ class PrefixCache:
     Owned by the scheduler; not shared between threads.
     """
 
-    def __init__(self, pool: PagePool, groups: KvGroups) -> None:
+    def __init__(self, pool: PagePool, groups: KvGroups, states: StateCheckpoints | None = None) -> None:
+        """states: None if the pass keeps no state."""
         self._pool = pool
+        self._states = states
         self._groups = groups
         self._page_size = groups.page_size_tokens
         self._computing: dict[bytes, Sequence] = {}
@@ -91,13 +97,52 @@ class PrefixCache:
             if self._is_coming(page_hash) or not self._pool.host_offload.contains(page_hash):
                 break
             num_on_host += 1
-        awaited = None
-        for page_hash in page_hashes[found.num_full_pages + num_on_host :]:
+        found = replace(found, num_on_host=num_on_host)
+        if self._states is not None:
+            return self._end_at_state(sequence, found, page_hashes, self._states)
+        for page_hash in page_hashes[found.num_full_pages :]:
             if not self._is_coming(page_hash):
                 break
-            awaited = page_hash
-        found = replace(found, num_on_host=num_on_host, awaited=awaited)
-        return self._find_partial_page(sequence, found) if awaited is None else found
+            found = replace(found, awaited=page_hash)
+        return self._find_partial_page(sequence, found) if found.awaited is None else found
+
+    def _end_at_state(
+        self, sequence: Sequence, found: Prefix, page_hashes: list[bytes], states: StateCheckpoints
+    ) -> Prefix:
+        """The part of the prefix that ends at a checkpoint."""
+        num_found = num_shared = found.num_full_pages
+        num_usable = states.num_pages_before(page_hashes[:num_found])
+        awaited, num_awaited = None, 0
+        for num_pages, page_hash in enumerate(page_hashes[num_usable:], start=num_usable + 1):
+            is_coming = self._is_coming(page_hash)
+            if num_pages > num_found and not is_coming:
+                break
+            num_shared = max(num_shared, num_pages)
+            if is_coming and states.is_coming(self._computing[page_hash], num_pages):
+                awaited, num_awaited = page_hash, num_pages
+        parts = num_shared > num_found or (num_found > num_usable and self._parts_after(sequence, num_found))
+        return replace(
+            found,
+            pages=found.pages[: num_usable * self._groups.count],
+            num_on_host=max(0, num_usable - found.num_held_or_passed),
+            awaited=awaited if num_awaited - num_usable >= states.spacing_pages else None,
+            num_shared_pages=num_shared if parts else 0,
+        )
+
+    def _parts_after(self, sequence: Sequence, num_pages: int) -> bool:
+        """Whether another sequence with the same first pages goes on with other tokens."""
+        first, parent_hash = num_pages * self._page_size, _parent_hash(sequence, num_pages)
+        own = sequence.tokens[first : first + self._page_size].tobytes()
+        contents = [content for _, content in islice(self._pool.pages_following(parent_hash), _MAX_CANDIDATES)]
+        running = islice(reversed(self._filling.get(parent_hash, {})), _MAX_CANDIDATES)
+        contents += [other.tokens[first : first + self._page_size].tobytes() for other in running]
+        return any(own[: len(content)] != content[: len(own)] for content in contents)
+
+    def expect(self, awaited: Awaited) -> None:
+        """A sequence waits for this: if the pass keeps a state, it is kept there."""
+        if self._states is not None and isinstance(awaited, bytes):
+            other = self._computing[awaited]
+            self._states.expect(other, other.kv.page_hashes.index(awaited) + 1)
 
     def _find_held_pages(self, page_hashes: list[bytes]) -> Prefix:
         """The longest prefix whose pages within the windows are all in the pool."""
@@ -173,8 +218,10 @@ class PrefixCache:
     def start(self, sequence: Sequence) -> None:
         """The sequence begins to run. Its first num_indexed_pages are the ones that it found."""
         kv = sequence.kv
-        for page_hash in kv.page_hashes[kv.num_indexed_pages :]:
-            self._computing.setdefault(page_hash, sequence)
+        for num_pages, page_hash in enumerate(kv.page_hashes[kv.num_indexed_pages :], start=kv.num_indexed_pages + 1):
+            other = self._computing.setdefault(page_hash, sequence)
+            if self._states is not None and not self._states.is_coming(other, num_pages):
+                self._computing[page_hash] = sequence
         self._filling[_parent_hash(sequence, kv.num_indexed_pages)][sequence] = None
 
     def note_computed(self, sequence: Sequence, num_tokens: int) -> list[Awaited]:
@@ -183,11 +230,15 @@ class PrefixCache:
         kv = sequence.kv
         num_indexed, num_full = kv.num_indexed_pages, num_tokens // self._page_size
         kv.num_prefilled = num_tokens
+        if num_full > num_indexed:
+            num_hashed = num_full * self._page_size
+            extend_page_hashes(kv.page_hashes, sequence.tokens, num_hashed, self._page_size, sequence.salt)
+            for index in range(num_indexed, num_full):
+                self._index_page(sequence, index, num_tokens)
+        if self._states is not None:
+            self._states.note_computed(sequence, num_tokens)
         if num_full <= num_indexed:
             return [sequence]
-        extend_page_hashes(kv.page_hashes, sequence.tokens, num_full * self._page_size, self._page_size, sequence.salt)
-        for index in range(num_indexed, num_full):
-            self._index_page(sequence, index, num_tokens)
         self._stop_filling(sequence)
         kv.num_indexed_pages = num_full
         kv.next_page_end = (num_full + 1) * self._page_size
@@ -205,8 +256,18 @@ class PrefixCache:
             self._index_page(sequence, kv.num_indexed_pages, sequence.num_applied)
         return [sequence, *self._end_computing(sequence, kv.page_hashes[kv.num_indexed_pages :])]
 
+    def go_back(self, sequence: Sequence, num_pages: int) -> None:
+        """Note that the sequence has only its first num_pages pages left, and computes the others again."""
+        self._stop_filling(sequence)
+        kv = sequence.kv
+        kv.num_indexed_pages = num_pages
+        kv.next_page_end = (num_pages + 1) * self._page_size
+        self.start(sequence)
+
     def discard(self, sequence: Sequence) -> None:
         """Forget its pages: no request can ask for their content again."""
+        if self._states is not None:
+            self._states.pool.discard(sequence.kv.page_hashes)
         self._pool.discard([own for page_hash in sequence.kv.page_hashes for own in self._hashes(page_hash)])
 
     def invalidate_tenant(self, salt: bytes) -> None:
@@ -219,10 +280,12 @@ class PrefixCache:
             for sequence in sequences:
                 sequence.kv.is_suspect |= sequence.salt == salt
         self._pool.invalidate_tenant(salt)
+        if self._states is not None:
+            self._states.pool.invalidate_tenant(salt)
 
     def _index_page(self, sequence: Sequence, index: int, num_applied: int) -> None:
-        """Index one of its pages, full or partial, of all groups, unless its KV is suspect."""
-        if sequence.kv.is_suspect:
+        """Index one of its pages, full or partial, of all groups, unless its KV is suspect or useless to others."""
+        if sequence.kv.is_suspect or (self._states is not None and not self._states.pool.num_pages):
             return
         first = index * self._page_size
         content = sequence.tokens[first : min(first + self._page_size, num_applied)].tobytes()
@@ -261,40 +324,6 @@ class PrefixCache:
                 raise RuntimeError("a running sequence has a full page that is not indexed, or counts one too many")
             if sequence.num_applied > sequence.num_computed:
                 raise RuntimeError("a running sequence has more tokens applied than planned")
-
-
-class NoPrefixCache:
-    """Replaces `PrefixCache` when the pass keeps state for each sequence. Finds nothing and indexes nothing: the state
-    after a prefix is not in its pages, so no sequence can continue from it."""
-
-    def __init__(self, num_groups: int) -> None:
-        self._nothing = Prefix([], (0,) * num_groups)
-
-    def find(self, _sequence: Sequence) -> Prefix:
-        return self._nothing
-
-    def start(self, sequence: Sequence) -> None:
-        sequence.kv.next_page_end = sys.maxsize  # no page is indexed when it is full
-
-    def note_computed(self, sequence: Sequence, num_tokens: int) -> list[Awaited]:
-        sequence.kv.num_prefilled = num_tokens
-        return []
-
-    def stop(self, _sequence: Sequence) -> list[Awaited]:
-        return []
-
-    def discard(self, _sequence: Sequence) -> None:
-        pass
-
-    def invalidate_tenant(self, _salt: bytes) -> None:
-        pass
-
-    def check_integrity(self, running: dict[Sequence, None], parked: set[Awaited]) -> None:
-        """Raises RuntimeError if a sequence waits for another's pages, or has more applied than planned."""
-        if parked:
-            raise RuntimeError("a sequence waits for pages that it cannot use")
-        if any(sequence.num_applied > sequence.num_computed for sequence in running):
-            raise RuntimeError("a running sequence has more tokens applied than planned")
 
 
 def _parent_hash(sequence: Sequence, num_pages: int) -> bytes:

@@ -184,6 +184,7 @@ class Admission:
             num_available, self._num_plans, self._max_park_steps
         ):
             self._waiting.take(sequence)
+            self._running.prefix_cache.expect(prefix.awaited)
             self._waiting.park(sequence, prefix.awaited, self._num_plans + self._max_park_steps)
             return budget
         if self._pictures.keeps_waiting(sequence, num_available):

@@ -6,7 +6,8 @@ from collections import Counter
 
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
-from penstock.backend.kv_cache.prefix_cache import Awaited, NoPrefixCache, Prefix, PrefixCache
+from penstock.backend.kv_cache.prefix_cache import Awaited, Prefix, PrefixCache
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.sequences.sequence import KvState, Sequence
 
@@ -33,11 +34,16 @@ class RunningSequences:
     """
 
     def __init__(
-        self, pool: PagePool, groups: KvGroups, max_running: int, num_plans_ahead: int, *, keeps_state: bool
+        self,
+        pool: PagePool,
+        groups: KvGroups,
+        max_running: int,
+        num_plans_ahead: int,
+        states: StateCheckpoints | None,
     ) -> None:
         """num_plans_ahead is the largest number of plans between a step's own plan and the end of that step.
 
-        keeps_state: the pass keeps state for each slot, so a sequence cannot continue from its pages alone.
+        states: None unless the pass keeps state for each slot, so that a sequence cannot continue from its pages alone.
         """
         self.pool = pool
         self.groups = groups
@@ -47,7 +53,8 @@ class RunningSequences:
         self._num_plans_ahead = num_plans_ahead
         self.sequences: dict[Sequence, None] = {}
         """In order of admission. Others only read it."""
-        self.prefix_cache = NoPrefixCache(groups.count) if keeps_state else PrefixCache(pool, groups)
+        self.states = states
+        self.prefix_cache = PrefixCache(pool, groups, states)
         self._grown: list[Sequence] = []
         """Sequences that got more pages for this step."""
         self._page_copies: dict[Sequence, tuple[int, int]] = {}
@@ -104,14 +111,33 @@ class RunningSequences:
             self._copy_sources.append(prefix.copy_source)
         kv.passed = prefix.passed
         self._give(sequence, prefix.listed_pages + self.pool.allocate(num_new_pages))
-        if places:
-            self._page_restores[sequence] = tuple(zip(places, kv.pages[num_indexed:], strict=False))
+        restores = list(zip(places, kv.pages[num_indexed:], strict=False))
+        if self.states is not None:
+            restored = self.states.start(sequence, prefix.num_full_pages, prefix.num_shared_pages)
+            restores += [(place, self.num_pages + checkpoint) for place, checkpoint in restored]
+        if restores:
+            self._page_restores[sequence] = tuple(restores)
         if num_cached > prefix.num_full_pages * self._page_size:
             self._page_copies[sequence] = prefix.copy_source, kv.pages[prefix.num_full_pages]
         sequence.num_computed = kv.num_cached = num_cached
         kv.num_indexed_pages = num_indexed
         kv.next_page_end = kv.num_prefilled + self._page_size
         self.prefix_cache.start(sequence)
+
+    def rewind(self, sequence: Sequence, num_computed: int) -> None:
+        """Drop the results of a running sequence's steps in flight. It continues after its first num_computed tokens.
+
+        A state cannot go back: then it continues from a checkpoint before, or begins again. It gives up the pages
+        behind, because others may read them while it computes their content again.
+        """
+        if self.states is not None:
+            kv, count = sequence.kv, self.groups.count
+            num_pages = self.states.go_back(sequence, num_computed)
+            self.pool.release(kv.pages[num_pages * count :])
+            del kv.pages[num_pages * count :]
+            num_computed = sequence.capacity_tokens = num_pages * self._page_size
+            self.prefix_cache.go_back(sequence, num_pages)
+        sequence.rewind(num_computed)
 
     def grow(self, sequence: Sequence, num_pages: int) -> None:
         """Give the sequence num_pages more, which the pool has."""
@@ -136,6 +162,8 @@ class RunningSequences:
         del self.sequences[sequence]
         sequence.account.num_running -= 1
         awaited = self.prefix_cache.stop(sequence)
+        if self.states is not None:
+            self.states.stop(sequence)
         self.pool.release(sequence.kv.held_pages)
         sequence.kv.drop_pages()
         if sequence.slot is not None:
@@ -143,13 +171,31 @@ class RunningSequences:
             sequence.slot = None
         return awaited
 
+    def take_saves(self) -> tuple[tuple[int, int], ...]:
+        """(page, host place) pairs to copy before the next step. A checkpoint has a number behind those of pages."""
+        saves = self.pool.host_offload.take_saves()
+        if self.states is None:
+            return saves
+        of_states = self.states.pool.host_offload.take_saves()
+        return saves + tuple((self.num_pages + checkpoint, place) for checkpoint, place in of_states)
+
+    def note_step_ended(self) -> None:
+        """Note that the oldest step launched after `take_saves` has ended."""
+        self.pool.host_offload.note_step_ended()
+        if self.states is not None:
+            self.states.pool.host_offload.note_step_ended()
+
     def describe_pages(self, plan: Plan) -> None:
-        """Fill the plan's columns about pages. From then on source pages of its copies may be reused."""
+        """Fill the plan's columns about pages and states. From then on source pages of its copies may be reused."""
         plan.grown = [sequence for sequence in self._grown if sequence.slot is not None]
         self._grown.clear()
         plan.page_copies, self._page_copies = self._page_copies, {}
         plan.page_restores, self._page_restores = self._page_restores, {}
         self.pool.host_offload.end_plan()
+        if self.states is not None:
+            plan.state_restores = self.states.take_restores(plan.slot_init_sequences)
+            plan.state_saves = self.states.move(plan.sequences, plan.ends)
+            self.states.pool.host_offload.end_plan()
         self.pool.release(self._copy_sources)
         self._copy_sources.clear()
 
@@ -200,6 +246,8 @@ class RunningSequences:
             if sequence.kv.pages or sequence.slot is not None or sequence.ended or sequence in self.sequences:
                 raise RuntimeError("a waiting sequence holds pages or a slot, or has ended, or runs")
         self.prefix_cache.check_integrity(self.sequences, awaited)
+        if self.states is not None:
+            self.states.check_integrity(self.sequences)
         counts = Counter(sequence.account for sequence in self.sequences)
         if any(sequence.account.num_running != counts[sequence.account] for sequence in waiting):
             raise RuntimeError("the running sequences of a tenant are not counted")

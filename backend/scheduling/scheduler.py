@@ -12,6 +12,7 @@ from collections import deque
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.scheduling.admission import Admission, AwaitedPictures
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.outlook import Outlook
@@ -40,20 +41,20 @@ class Scheduler:
         max_park_steps: int = 64,
         num_plans_ahead: int = 1,
         *,
-        keeps_state: bool = False,
+        states: StateCheckpoints | None = None,
         kv_windows: tuple[int | None, ...] = (None,),
         drafting: Drafting | None = None,
     ) -> None:
         """A sequence that waits for another's prefix does so while the prefix grows within max_park_steps steps.
-        num_plans_ahead, keeps_state: see `RunningSequences`. kv_windows: see `PassSpec`. drafting: None without drafts.
+        num_plans_ahead, states: see `RunningSequences`. kv_windows: see `PassSpec`. drafting: None without drafts.
         After a plan with drafts, `plan` is called when its step has been applied."""
+        keeps_state = states is not None
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
         self._pool = pool
-        self._keeps_state = keeps_state
         self._drafting = drafting
         self._tenants = Tenants()
         self._waiting = WaitQueue(self._tenants)
-        self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, keeps_state=keeps_state)
+        self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, states)
         self._preemption = Preemption(self._running, self._waiting, self._tenants)
         self.pictures = AwaitedPictures(self._running, self._waiting, self._tenants)
         self._admission = Admission(
@@ -241,11 +242,11 @@ class Scheduler:
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
-                end = min(end, sequence.num_ready_tokens)
-                if not sequence.ended and (length := min(end - sequence.num_computed, budget)) > 0:
+                length = min(end - sequence.num_computed, sequence.num_ready_tokens - sequence.num_computed, budget)
+                if length > 0 and not sequence.ended and self._find_pages(sequence, sequence.num_computed + length):
                     chunks.append((sequence, length))
                     budget -= length
-            if chunks:
+            if chunks := [chunk for chunk in chunks if chunk[0].slot is not None]:  # others took the pages of some
                 return chunks
             self._bisections.popleft()
         return []
@@ -261,6 +262,8 @@ class Scheduler:
             plan.sequences = sorted(decodes, key=drafts.__contains__)
             plan.drafts = drafts
             plan.num_decodes -= len(drafts)
+        # The admission of others may have brought a sequence's next checkpoint nearer.
+        chunks = [(each, min(num_tokens, each.num_ready_tokens - each.num_computed)) for each, num_tokens in chunks]
         for sequence, num_tokens in sorted(chunks, key=lambda chunk: chunk[1] > 1):
             if (span := sequence.next_scored(num_tokens)) is not None:
                 plan.scored[sequence] = span
@@ -301,12 +304,8 @@ class Scheduler:
         self._waiting.unpark(self._running.note_computed(sequence, num_tokens))
 
     def rewind(self, sequence: Sequence, num_computed: int) -> None:
-        """Drop the results of a running sequence's steps in flight.
-
-        It continues after its first num_computed tokens. If the pass keeps state, it begins again: the state may have
-        advanced further, and cannot go back.
-        """
-        sequence.rewind(0 if self._keeps_state else num_computed)
+        """See `RunningSequences`."""
+        self._running.rewind(sequence, num_computed)
 
     def invalidate_tenant(self, sequence: Sequence) -> None:
         """Make all cached pages of the sequence's tenant unfindable.
@@ -322,8 +321,11 @@ class Scheduler:
         self._pool.leave([name for each in sequences for name in each.kv.page_hashes[: each.kv.num_indexed_pages]])
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
-        """(page, host place) pairs to copy before the next step. Call it when that step is launched."""
-        return self._pool.host_offload.take_saves()
+        """See `RunningSequences`. Call it when that step is launched."""
+        return self._running.take_saves()
+
+    def note_step_ended(self) -> None:
+        self._running.note_step_ended()
 
     def take_preempted(self) -> list[Sequence]:
         """See `ISequenceScheduler`."""
@@ -361,8 +363,13 @@ class Scheduler:
         return self._pool.num_idle
 
     @property
+    def checkpoint_bytes(self) -> int:
+        states = self._running.states
+        return 0 if states is None else states.num_bytes
+
+    @property
     def host_offload(self) -> HostOffload:
-        """The pool's host pages, for metrics and to note that a step has ended."""
+        """The pool's host pages, for metrics."""
         return self._pool.host_offload
 
     def num_waiting_of(self, tenant: bytes) -> int:

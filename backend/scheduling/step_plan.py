@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from penstock.backend.sequences.sequence import Sequence
 
@@ -14,6 +14,7 @@ Chunk: TypeAlias = tuple[Sequence, int]
 """A sequence with known tokens that are not computed, and how many of them the step computes."""
 
 
+_Entry = TypeVar("_Entry")
 NO_SAMPLE = -2
 """In a list of sampled tokens by row: the row samples no token."""
 
@@ -54,6 +55,10 @@ class Plan:
     """(source, destination) pages of sequences that begin within a copied page."""
     page_restores: dict[Sequence, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """(host place, page) pairs of sequences that begin with offloaded pages."""
+    state_restores: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """(checkpoint, slot) of sequences that go on from a checkpoint."""
+    state_saves: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
+    """(slot, checkpoint) of sequences whose state after the step is kept."""
     scored: dict[Sequence, tuple[int, int]] = field(default_factory=dict)
     """(first, end) positions of prompts whose next token is scored, in the order of the rows."""
     pooled_rows: list[int] = field(default_factory=list)
@@ -80,8 +85,9 @@ class Plan:
     def keep(self, kept: list[int]) -> Plan:
         """The plan with only the rows of these ascending indices."""
         samplers, pooled = set(self.logit_rows), set(self.pooled_rows)
+        sequences = [self.sequences[index] for index in kept]
         return Plan(
-            [self.sequences[index] for index in kept],
+            sequences,
             [self.generations[index] for index in kept],
             [self.slots[index] for index in kept],
             [self.ends[index] for index in kept],
@@ -90,15 +96,13 @@ class Plan:
             [new for new, index in enumerate(kept) if index in samplers],
             self.slot_init_sequences,
             self.grown,
-            {self.sequences[index]: copy for index in kept if (copy := self.page_copies.get(self.sequences[index]))},
-            {
-                self.sequences[index]: pairs
-                for index in kept
-                if (pairs := self.page_restores.get(self.sequences[index]))
-            },
-            {self.sequences[index]: span for index in kept if (span := self.scored.get(self.sequences[index]))},
+            _only(sequences, self.page_copies),
+            _only(sequences, self.page_restores),
+            _only(sequences, self.state_restores),
+            _only(sequences, self.state_saves),
+            _only(sequences, self.scored),
             [new for new, index in enumerate(kept) if index in pooled],
-            {self.sequences[index]: drafts for index in kept if (drafts := self.drafts.get(self.sequences[index]))},
+            _only(sequences, self.drafts),
         )
 
     def rows(self) -> Iterator[PlanRow]:
@@ -107,6 +111,10 @@ class Plan:
         columns = zip(self.sequences, self.generations, self.ends, self.lengths, strict=True)
         for index, (sequence, generation, end, length) in enumerate(columns):
             yield PlanRow(sequence, generation, end - length, end, index in samplers, sequence in slot_inits)
+
+
+def _only(sequences: list[Sequence], entries: dict[Sequence, _Entry]) -> dict[Sequence, _Entry]:
+    return {sequence: entries[sequence] for sequence in sequences if sequence in entries}
 
 
 _RESERVED_PART = 4

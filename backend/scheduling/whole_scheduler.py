@@ -123,6 +123,9 @@ class WholeScheduler:
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         return ()
 
+    def note_step_ended(self) -> None:
+        """Do nothing: a step leaves nothing behind."""
+
     def take_preempted(self) -> list[Sequence]:
         return []
 
@@ -149,6 +152,10 @@ class WholeScheduler:
 
     @property
     def num_pages_idle(self) -> int:
+        return 0
+
+    @property
+    def checkpoint_bytes(self) -> int:
         return 0
 
     def num_waiting_of(self, tenant: bytes) -> int:

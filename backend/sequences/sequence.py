@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 
 from penstock.backend.forward_pass import NO_ADAPTER, NOT_FINITE, SamplingParams
@@ -19,6 +20,8 @@ class KvState:
 
     __slots__ = (
         "is_suspect",
+        "kept_borders",
+        "next_border",
         "next_page_end",
         "num_cached",
         "num_indexed_pages",
@@ -26,6 +29,9 @@ class KvState:
         "page_hashes",
         "pages",
         "passed",
+        "passing_hash",
+        "saving",
+        "state_place",
     )
 
     def __init__(self) -> None:
@@ -45,6 +51,17 @@ class KvState:
         """Number of tokens that completes the next page."""
         self.is_suspect = False
         """The pages may hold bad values. No other sequence may find or copy them."""
+        # Checkpoints of its state, which `StateCheckpoints` keeps
+        self.next_border = sys.maxsize
+        """Number of tokens after which a step must end, to keep the state."""
+        self.kept_borders: list[int] = []
+        """Numbers of tokens after which others will need the state, ascending."""
+        self.saving: dict[int, tuple[int, bool]] = {}
+        """Number of tokens → the held checkpoint that a step in flight writes, and whether others will need it."""
+        self.state_place = -1
+        """The held checkpoint with which its next row begins; -1 for none."""
+        self.passing_hash = b""
+        """Hash of its latest page with a checkpoint that it alone needs; empty if there is none."""
 
     @property
     def held_pages(self) -> list[int]:
@@ -292,10 +309,9 @@ class Sequence:
 
     @property
     def num_ready_tokens(self) -> int:
-        """First given tokens that steps can compute now: up to a picture without embeddings."""
-        if self.pictures is None:
-            return self.num_given_tokens
-        return self.pictures.ready_end(self.num_computed, self.num_given_tokens)
+        """First given tokens that steps can compute now: up to a picture without embeddings, or a checkpoint."""
+        end = min(self.num_given_tokens, self.kv.next_border)
+        return end if self.pictures is None else self.pictures.ready_end(self.num_computed, end)
 
     @property
     def awaits_mask(self) -> bool:

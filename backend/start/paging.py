@@ -12,7 +12,7 @@ from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatch
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
-from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.forward_pass.extensions import ICheckpointsStates, IHostPages
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import host_memory
 from penstock.backend.kv_cache.budget.whole_plan import WholePlan
@@ -20,6 +20,7 @@ from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.kv_cache.hand_over import HandOverMemory, open_hand_over
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.options import BackendOptions
 from penstock.backend.scheduling.drafting import Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
@@ -45,11 +46,19 @@ def create_kv_events(
         raise StartupError(f"--kv-events {error}") from error
 
 
+def create_cache(
+    forward_pass: IBatchedForwardPass, num_pages: int, page_size_tokens: int, kv_dtype: str, num_checkpoints: int
+) -> None:
+    """Allocate pages, and checkpoints if the pass keeps any."""
+    forward_pass.create_cache(num_pages, page_size_tokens, kv_dtype)
+    if isinstance(forward_pass, ICheckpointsStates):
+        forward_pass.create_checkpoints(num_checkpoints)
+
+
 def count_host_pages(plan: KvPlan | WholePlan, forward_pass: IBatchedForwardPass) -> int:
     """Return the number of host pages in addition to the plan's pages."""
     # A page without its sequence's state is useless, and a page behind a window is soon evicted.
-    keeps_state = forward_pass.spec.state_bytes_per_sequence > 0
-    if isinstance(plan, WholePlan) or keeps_state or plan.groups.has_windows:
+    if isinstance(plan, WholePlan) or plan.groups.has_windows or (plan.state_bytes and not plan.num_checkpoints):
         return 0
     return forward_pass.num_host_pages if isinstance(forward_pass, IHostPages) else 0
 
@@ -77,6 +86,17 @@ def leave_on_signal(engine: Engine, scheduler: ISequenceScheduler) -> None:
             engine.call_soon(scheduler.leave_pages)
 
     signal.signal(signal.SIGUSR1, on_signal)
+
+
+def _checkpoints(
+    plan: KvPlan, forward_pass: IBatchedForwardPass, store: PageStore | HandOverMemory | None
+) -> StateCheckpoints | None:
+    """None if the pass keeps no state."""
+    if not forward_pass.spec.state_bytes_per_sequence:
+        return None
+    places = store.states if isinstance(store, PageStore) else None
+    pool, state_bytes = PagePool(plan.num_checkpoints, store=places), forward_pass.spec.state_bytes_per_sequence
+    return StateCheckpoints(pool, plan.page_size_tokens, state_bytes=state_bytes)
 
 
 def create_scheduler(
@@ -112,7 +132,7 @@ def create_scheduler(
         settings.max_running,
         settings.max_batch_tokens,
         num_plans_ahead=options.batch_channel_capacity,
-        keeps_state=forward_pass.spec.state_bytes_per_sequence > 0,
+        states=_checkpoints(plan, forward_pass, store),
         kv_windows=forward_pass.spec.kv_windows,
         drafting=drafting,
     )

@@ -250,6 +250,12 @@ def _backend(page: MetricsPage, board: Counters) -> None:
         "KV cache pages: used by sequences, idle (cached content), free.",
         [(f'state="{state}"', count) for state, count in pages.items()],
     )
+    page.add(
+        "kv_checkpoint_bytes",
+        "gauge",
+        "Memory of the recurrent states with which cached prefixes go on.",
+        [("", board["checkpoint_bytes"])],
+    )
     usage = used / total if total else 0.0
     page.add("kv_cache_usage_ratio", "gauge", "Share of all pages that sequences use.", [("", usage)])
     page.add(

@@ -291,6 +291,8 @@ class BackendBoard(Board, totals_of=FrontendBoard):
     """Times that another request continued a lingering stream."""
     pages_idle: int
     """Pages that no sequence holds; their content stays in the prefix cache."""
+    checkpoint_bytes: int
+    """Memory of states that are kept for the prefixes of other sequences."""
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int

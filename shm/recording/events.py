@@ -40,6 +40,7 @@ class BackendStarted(Struct, frozen=True, array_like=True, tag=1):
     """PROTOCOL_VERSION of the writer: prompts are recorded as messages, which another version would misread."""
     adapters: tuple[str, ...] = ()
     """The ids of its adapters."""
+    num_checkpoints: int = 0
 
 
 class Arrived(Struct, frozen=True, array_like=True, tag=2):

@@ -14,6 +14,7 @@ from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass
+from penstock.backend.start.paging import create_cache
 from penstock.shm.link.events import Cancellation, Submission
 from penstock.shm.messages import (
     NO_TOKEN,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.requests.vector_delivery import VectorCache
     from penstock.backend.engine.steps.launched_step import PageSaves
     from penstock.backend.forward_pass import PassSpec, StepBatch
+    from penstock.backend.kv_cache.page_store import PageStore
     from penstock.backend.scheduling.drafting import Drafting
     from penstock.backend.scheduling.step_plan import Plan
     from penstock.backend.structured_output.grammar_queue import GrammarQueue
@@ -224,6 +226,8 @@ class Bench(EngineRig):
         priority_step_s: float = 0.0,
         max_park_steps: int = 64,
         num_host_pages: int = 0,
+        num_checkpoints: int = 4,
+        store: PageStore | None = None,
         forward_pass: Any = None,
         grammar_queue: GrammarQueue | None = None,
         link: ScriptedLink | None = None,
@@ -242,16 +246,18 @@ class Bench(EngineRig):
             max_batch_tokens=max_batch_tokens,
             num_plans_ahead=capacity,
             max_park_steps=max_park_steps,
-            keeps_state=spec.state_bytes_per_sequence > 0,
+            num_checkpoints=num_checkpoints if spec.state_bytes_per_sequence else None,
+            checkpoint_spacing=2 * page_size,
+            state_store=None if store is None else store.states,
             kv_windows=spec.kv_windows,
             drafting=drafting,
         )
         if sizes.num_pages:
-            self.forward_pass.create_cache(num_pages, page_size, "fp32")
+            create_cache(self.forward_pass, num_pages, page_size, "fp32", num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
         self.link = link or ScriptedLink()
-        self.pool = PagePool(num_pages, num_host_pages, texts=None if drafting is None else drafting.texts)
+        self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
         self.now_s = 0.0
         served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
         served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None

@@ -18,6 +18,7 @@ from penstock.backend.engine.requests.stream_table import StreamTable
 from penstock.backend.engine.requests.vector_delivery import VectorCache, VectorDelivery
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.scheduling.restart_grace import RestartGrace
 from penstock.backend.sequences.sequence import NEW
 from penstock.backend.structured_output.grammar_cache import GrammarCache
@@ -71,9 +72,16 @@ def _pass_sizes(setup: Setup, adapters: tuple[str, ...]) -> PassSizes:
         setup.max_running,
         setup.max_batch_tokens,
         runs_ahead=setup.runs_ahead,
-        keeps_state=setup.keeps_state,
+        num_checkpoints=setup.num_checkpoints,
         adapters=adapters,
     )
+
+
+def _checkpoints(setup: Setup) -> StateCheckpoints | None:
+    """They may be at neighbouring pages."""
+    if setup.num_checkpoints is None:
+        return None
+    return StateCheckpoints(PagePool(setup.num_checkpoints), setup.page_size, setup.page_size)
 
 
 class Backend:
@@ -94,7 +102,7 @@ class Backend:
             setup.max_batch_tokens,
             setup.max_park_steps,
             setup.num_plans_ahead,
-            keeps_state=setup.keeps_state,
+            states=_checkpoints(setup),
             kv_windows=self.forward_pass.spec.kv_windows,
             drafting=SimulatedDrafting(world, world.more_rng) if setup.has_drafts else None,
         )

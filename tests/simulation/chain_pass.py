@@ -28,6 +28,7 @@ from penstock.backend.forward_pass import (
     positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.states import States
 from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class PassSizes:
     max_running: int
     max_batch_tokens: int
     runs_ahead: bool
-    keeps_state: bool = False
+    num_checkpoints: int | None = None  # the pass keeps no state
     adapters: tuple[str, ...] = ()
 
 
@@ -139,10 +140,11 @@ class ChainPass:
             runs_ahead=sizes.runs_ahead,
             scores_prompts=True,
             has_llama_cpp_sampling=True,
-            state_bytes_per_sequence=8 * sizes.keeps_state,
+            state_bytes_per_sequence=8 * (sizes.num_checkpoints is not None),
+            copies_states=sizes.num_checkpoints is not None,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),
-            verifies_drafts=not sizes.keeps_state,
+            verifies_drafts=sizes.num_checkpoints is None,
         )
         self._flavours = [*map(flavour_of, sizes.adapters), 0]
         """By adapter; the last one is NO_ADAPTER's."""
@@ -155,8 +157,7 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
-        self._states: dict[int, tuple[int, int]] = {}
-        """Slot → number of its sequence's tokens so far, and the cell after them. A pass with state goes on there."""
+        self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self._written: list[list[int]] = []
@@ -181,12 +182,15 @@ class ChainPass:
         nonsense = _NONSENSE if fault is not None and fault.kind == "raise at wait" and is_awaited else 0
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
+        self._states.restore(batch)
         ends, written, self._written = [], set[int](), []
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
             position, pages = contexts[row], table[row]
-            cell = self._cell_before(slot, position, pages)
+            cell = self._cell_before(position, pages)
+            if self.spec.state_bytes_per_sequence:
+                cell = self._states.check(slot, position, cell, is_spoiled=bool(nonsense))
             if fault is not None and fault.kind == "poison" and fault.row == row:
                 cell = -fault.number
             mine = set()
@@ -208,15 +212,11 @@ class ChainPass:
                 raise Violation("two rows of a step write to one page")
             written |= mine
             ends.append(cell)
-            self._states[slot] = position, cell
+            self._states.of_slots[slot] = position, cell
+        self._states.save(batch)
         return ends
 
-    def _cell_before(self, slot: int, position: int, pages: list[int]) -> int:
-        if self.spec.state_bytes_per_sequence:
-            num_tokens, cell = self._states.get(slot, (0, ROOT))
-            if num_tokens != position:
-                raise Violation(f"a row begins at {position}; its slot's state is that after {num_tokens} tokens")
-            return cell
+    def _cell_before(self, position: int, pages: list[int]) -> int:
         if position == 0:
             return ROOT
         page, place = divmod(position - 1, self._page_size)
@@ -296,7 +296,7 @@ class ChainPass:
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = SlotState(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
-        self._states.pop(init.slot, None)
+        self._states.of_slots.pop(init.slot, None)
 
     def sample(self, logits: list[int], batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
         fault = self.fault

@@ -13,13 +13,15 @@ from penstock.backend.engine import coalescer as coalescer_module
 from penstock.backend.engine.steps.batch_builder import BatchBuilder
 from penstock.backend.kv_cache import prefix_cache as prefix_cache_module
 from penstock.backend.kv_cache.host_offload import HostOffload
+from penstock.backend.kv_cache.page_hash import extend_page_hashes
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.prefix_cache import Prefix, PrefixCache
+from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.scheduling.running import RunningSequences
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.step_plan import Plan
 from penstock.backend.scheduling.wait_queue import WaitQueue
-from penstock.backend.sequences.sequence import Sequence
+from penstock.backend.sequences.sequence import KvState, Sequence
 from penstock.shm.messages import PromptHeader
 from tests.simulation.planting import Plant, wrap
 
@@ -172,6 +174,22 @@ def _never_unparks_in_order(unpark: Any, queue: WaitQueue, keys: Any) -> None:
     unpark(queue, list(keys)[:1])
 
 
+def _states_are_findable_before_their_step_ends(
+    save: Any, states: StateCheckpoints, sequence: Sequence, kv: KvState
+) -> Any:
+    num_tokens, saved = kv.next_border, save(states, sequence, kv)
+    if saved is not None and num_tokens <= len(sequence.tokens):
+        extend_page_hashes(kv.page_hashes, sequence.tokens, num_tokens, states._page_size, sequence.salt)
+        states.note_computed(sequence, num_tokens)
+    return saved
+
+
+def _state_saves_stay_when_their_row_is_dropped(keep: Any, plan: Plan, kept: list[int]) -> Plan:
+    result: Plan = keep(plan, kept)
+    result.state_saves = plan.state_saves
+    return result
+
+
 PAGE_BUGS: dict[str, Plant] = {
     "pages are given back twice": wrap(PagePool, "release", _gives_back_twice),
     "a parked sequence is never unparked": wrap(WaitQueue, "unpark", lambda *_: None),
@@ -229,6 +247,13 @@ PAGE_BUGS: dict[str, Plant] = {
         BatchBuilder, "_clear", _page_table_keeps_a_former_owners_pages
     ),
     "the last request to arrive goes first": wrap(WaitQueue, "put", _goes_to_the_head_of_the_queue),
+    "a state can be found before its step has ended": wrap(
+        StateCheckpoints, "_save", _states_are_findable_before_their_step_ends
+    ),
+    "a state save outlives its row": wrap(Plan, "keep", _state_saves_stay_when_their_row_is_dropped),
+    "states are not restored": wrap(
+        BatchBuilder, "build", lambda build, *args: replace(build(*args), state_restores=())
+    ),
     "pages with bad logits stay findable": lambda patch: patch.setattr(
         PrefixCache, "invalidate_tenant", lambda _prefix_cache, _salt: None
     ),

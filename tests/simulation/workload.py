@@ -88,8 +88,8 @@ class Setup:
     capacity: int
     num_plans_ahead: int
     """Passed to the scheduler. If it is less than the capacity, new sequences are soon preempted."""
-    keeps_state: bool
-    """The pass keeps state for each slot."""
+    num_checkpoints: int | None
+    """The pass keeps a state for each slot, and so many checkpoints; None: it keeps no state."""
     runs_ahead: bool
     """The pass gets a step while it computes the previous one, and each step's tokens come late."""
     max_waiting: int
@@ -141,7 +141,7 @@ class Setup:
             max_batch_tokens=rng.choice((1, 3, 6, 12, 24)),
             capacity=capacity,
             num_plans_ahead=rng.choice((0, capacity)),
-            keeps_state=seed % _STATE_EVERY == 3,
+            num_checkpoints=(6, 0, 2, 1)[seed // _STATE_EVERY % 4] if seed % _STATE_EVERY == 3 else None,
             runs_ahead=rng.random() < 0.4,
             max_waiting=rng.choice((1, 3, 100, 100, 100)),
             priority_step_s=rng.choice((0.0, 0.0, 3.0)),

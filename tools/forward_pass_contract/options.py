@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
-from penstock.backend.forward_pass.extensions import IPersistsPages
+from penstock.backend.forward_pass.extensions import ICheckpointsStates, IPersistsPages
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.tools.forward_pass_contract.steps import (
     MAX_BATCH_TOKENS,
     MAX_RUNNING,
+    NUM_CHECKPOINTS,
     NUM_PAGES,
     PlacesInMemory,
     page_size_of,
@@ -73,7 +74,10 @@ def load_pass(
     if kv_dtypes := list(loaded.spec.kv_bytes_per_token):
         kv_dtype = kv_dtype or ("fp32" if "fp32" in kv_dtypes else kv_dtypes[0])
         loaded.create_cache(NUM_PAGES * len(loaded.spec.kv_windows), page_size_of(loaded), kv_dtype)
+        if loaded.spec.copies_states and isinstance(loaded, ICheckpointsStates):
+            loaded.create_checkpoints(NUM_CHECKPOINTS)
         if isinstance(loaded, IPersistsPages):
             page_bytes = page_size_of(loaded) * loaded.spec.kv_bytes_per_token[kv_dtype] // len(loaded.spec.kv_windows)
-            loaded.persist_pages(PlacesInMemory(np.zeros((_NUM_PLACES, page_bytes), np.uint8)))
+            sizes = [*[page_bytes] * _NUM_PLACES, loaded.spec.state_bytes_per_sequence]
+            loaded.persist_pages(PlacesInMemory([np.zeros(size, np.uint8) for size in sizes]))
     return loaded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -29,6 +29,7 @@ Ints: TypeAlias = NDArray[np.int32]
 NUM_PAGES = 256
 """Pages of each group of layers."""
 NOT_ITS_OWN = NUM_PAGES - 1
+NUM_CHECKPOINTS = 3
 MAX_RUNNING = 20
 MAX_BATCH_TOKENS = 512
 GREEDY = SamplingParams(temperature=0.0)
@@ -73,17 +74,16 @@ class RowsOnHost:
 
 @dataclass
 class PlacesInMemory:
-    """`PagePlaces` in an array, uint8 [places, page bytes]."""
+    """`PagePlaces` in arrays. The last one is for a checkpoint."""
 
-    memory: NDArray[np.uint8]
+    memory: list[NDArray[np.uint8]]
 
     @property
     def num_places(self) -> int:
-        return len(self.memory)
+        return len(self.memory) - 1
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        content: NDArray[np.uint8] = self.memory[index]
-        return content
+        return self.memory[index]
 
     def note_written(self, index: int) -> None:
         """Nobody reads it later."""
@@ -145,11 +145,14 @@ class StepRunner:
         rows: list[StepRow],
         page_copies: tuple[tuple[int, int], ...] = (),
         page_restores: tuple[tuple[int, int], ...] = (),
+        state_restores: tuple[tuple[int, int], ...] = (),
+        state_saves: tuple[tuple[int, int], ...] = (),
     ) -> tuple[Floats, Ints]:
         """Logits and sampled tokens of the rows that have logits, in the order of `rows`."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids) > 1)
         ordered = [rows[index] for index in order]
         batch = _make_batch(ordered, page_copies, page_restores, self.num_top, self.num_groups)
+        batch = replace(batch, state_restores=state_restores, state_saves=state_saves)
         handle = self.forward_pass.forward(batch)
         logits = np.array(read_host_logits(self.forward_pass, handle), np.float32)
         output = self.forward_pass.sample(handle, batch).wait()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, FROM_SLOT, SamplingParams, SlotInit, TokenLogprobs
-from penstock.backend.forward_pass.extensions import IHostPages
+from penstock.backend.forward_pass.extensions import IHostPages, IPersistsPages
 from penstock.tools.forward_pass_contract.steps import (
     GREEDY,
     MAX_BATCH_TOKENS,
@@ -119,6 +119,42 @@ def test_row_continues_in_pages_that_were_saved_to_the_host(runner: StepRunner) 
     again, _ = runner.step([row])
     assert is_same(logits[0], expected)
     assert is_same(again[0], expected)
+
+
+def test_row_goes_on_from_a_checkpoint_that_the_same_step_overwrites(runner: StepRunner) -> None:
+    """A checkpoint is read before the step, and written after it, while its source goes on."""
+    forward_pass = runner.forward_pass
+    if not forward_pass.spec.copies_states:
+        pytest.skip("the pass keeps no checkpoints of states")
+    page_size = page_size_of(forward_pass)
+    start = 2 * page_size
+    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
+    theirs, mine, others = shuffled[:6], [*shuffled[:2], *shuffled[6:10]], shuffled[10:16]
+    prompt, other = runner.random_prompt(start + 7), runner.random_prompt(start + 5)
+    expected, _ = runner.prefill(prompt, shuffled[16:24])
+    others_expected, _ = runner.prefill(other, shuffled[16:24])
+    inits = [SlotInit(slot, GREEDY, np.array(prompt, np.int32), len(prompt)) for slot in range(4)]
+    rows = [StepRow(prompt[:start], 0, theirs, 3, False, inits[3]), StepRow(other[:3], 0, others, 1, False, inits[1])]
+    runner.step(rows, state_saves=((3, 2),))
+    runner.step([StepRow(runner.random_prompt(3), start, theirs, 3), StepRow(other[3:start], 3, others, 1)])
+    rows = [
+        StepRow(prompt[start:], start, mine, 0, True, inits[0]),
+        StepRow([other[start]], start, others, 1),
+        StepRow(runner.random_prompt(2), start + 3, theirs, 3),
+    ]
+    logits, _ = runner.step(rows, state_restores=((2, 0),), state_saves=((1, 2),))
+    assert is_same(logits[0], expected)
+    runner.step([StepRow([7], start + 1, others, 1)])
+    checkpoint = 2
+    page_restores: tuple[tuple[int, int], ...] = ()
+    if isinstance(forward_pass, IPersistsPages) and isinstance(forward_pass, IHostPages):  # by way of the host
+        first, place = NUM_PAGES * runner.num_groups, forward_pass.num_host_pages
+        forward_pass.save_pages(((first + checkpoint, place),))
+        runner.step([StepRow([7], start + 2, others, 1)], state_saves=((1, checkpoint),))
+        checkpoint, page_restores = 1, ((place, first + 1),)
+    row = StepRow(other[start + 1 :], start + 1, others, 2, True, inits[2])
+    logits, _ = runner.step([row], (), page_restores, ((checkpoint, 2),))
+    assert is_same(logits[0], others_expected)
 
 
 def test_pages_behind_the_windows_are_not_read(runner: StepRunner) -> None:

@@ -12,6 +12,7 @@ from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.memory import MemoryInfo, device_memory
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
+from penstock.backend.start.paging import create_cache
 from penstock.backend.start.startup import (
     describe_pass,
     locate_config,
@@ -64,7 +65,7 @@ def load_pass(options: BackendOptions, started: BackendStarted) -> tuple[IBatche
     model_dir = locate_model(options, config_dir)
     forward_pass = pass_class.load(model_dir, settings)
     try:
-        forward_pass.create_cache(started.num_pages, started.page_size, kv_dtype)
+        create_cache(forward_pass, started.num_pages, started.page_size, kv_dtype, started.num_checkpoints)
     except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
         raise StartupError(f"the recorded cache of {started.num_pages} pages cannot be allocated: {error}") from error
     return forward_pass, _create_compiler(model_dir, options, started.vocab_size)

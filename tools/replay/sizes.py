@@ -17,6 +17,7 @@ _BOUNDS = {
     "vocab_size": (64, 1 << 24),
     "max_waiting": (1, 1 << 24),
     "num_plans_ahead": (0, 64),
+    "num_checkpoints": (0, 1 << 24),
 }
 
 
@@ -53,6 +54,6 @@ def rig_sizes(started: BackendStarted) -> RigSizes:
         max_running=started.max_running,
         max_batch_tokens=started.max_batch_tokens,
         num_plans_ahead=started.num_plans_ahead,
-        keeps_state=started.keeps_state,
+        num_checkpoints=started.num_checkpoints if started.keeps_state else None,
         kv_windows=started.kv_windows,
     )

@@ -99,6 +99,8 @@ class BatchBuilder:
             slot_inits=tuple(map(_slot_init, plan.slot_init_sequences)),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            state_restores=tuple(plan.state_restores.values()),
+            state_saves=tuple(plan.state_saves.values()),
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
@@ -118,6 +120,7 @@ class BatchBuilder:
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+            state_saves=tuple(plan.state_saves.values()),
             adapters=self._adapters_of(slots),
         )
 
@@ -204,6 +207,8 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         slot_inits=tuple(init for init in batch.slot_inits if init.slot in slots),
         page_copies=tuple(plan.page_copies.values()),
         page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
+        state_restores=tuple(plan.state_restores.values()),
+        state_saves=tuple(plan.state_saves.values()),
         embeddings=tuple(
             replace(given, first=int(new_position[given.first]))
             for given in batch.embeddings

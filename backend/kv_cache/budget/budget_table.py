@@ -47,6 +47,9 @@ def plan_rows(plan: KvPlan, host_kv_bytes: int = 0) -> list[tuple[str, str]]:
     pictures = [("of both, for pictures", format_size(plan.picture_bytes))] if plan.picture_bytes else []
     size = format_size(plan.state_bytes)
     states = [(f"of the budget, state of {plan.max_running} sequences", size)] if plan.state_bytes else []
+    if plan.num_checkpoints:
+        name = f"of the budget, {plan.num_checkpoints} checkpoints of states"
+        states.append((name, format_size(plan.checkpoint_bytes)))
     held = f"{plan.choice.held_tokens:,} tokens"
     windows = [("of it in pages, because of windows", held)] if plan.groups.has_windows else []
     quantization = [] if plan.quantization == "none" else [("of the weights, linears", plan.quantization)]

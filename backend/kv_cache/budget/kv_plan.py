@@ -23,6 +23,9 @@ _MIN_CONTEXT_TOKENS = 2
 AUTO_HOST_BYTES = 4_000_000_000
 """Default for evicted pages in host memory when the model runs on a GPU: 30,000 tokens of a Llama 8B in bf16."""
 _HOST_SHARE = 4
+_CHECKPOINT_SHARE = 4
+"""A quarter of what the states of running sequences leave is for checkpoints. One takes as much as the KV of some 1,600
+tokens of Qwen3.5, and spares computing these."""
 _RESERVE_SHARE = 10
 _MIN_RESERVE_BYTES = 512_000_000
 
@@ -145,6 +148,12 @@ class KvPlan(KvCapacity):
     """A part of weight_bytes and workspace_bytes."""
     quantization: str = "none"
     """How the weights are quantised."""
+    num_checkpoints: int = 0
+    """States beside those of all slots; a part of the budget."""
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.num_checkpoints * (self.state_bytes // self.max_running)
 
     @property
     def max_pages_per_sequence(self) -> int:
@@ -159,13 +168,17 @@ class KvPlan(KvCapacity):
     @property
     def device_bytes(self) -> int:
         """All device memory that the backend takes."""
-        return self.num_bytes + self.state_bytes + self.weight_bytes + self.workspace_bytes
+        return self._cache_bytes + self.weight_bytes + self.workspace_bytes
+
+    @property
+    def _cache_bytes(self) -> int:
+        return self.num_bytes + self.state_bytes + self.checkpoint_bytes
 
     @property
     def parts(self) -> str:
         """The uses of the memory, for messages."""
         return (
-            f"a KV cache of {format_size(self.num_bytes + self.state_bytes)}, weights of "
+            f"a KV cache of {format_size(self._cache_bytes)}, weights of "
             f"{format_size(self.weight_bytes)} and a workspace of {format_size(self.workspace_bytes)}"
         )
 
@@ -196,6 +209,8 @@ class KvPlan(KvCapacity):
         kind = "" if self.quantization == "none" else f"{self.quantization} "
         weights = f"{kind}weights: {format_size(self.weight_bytes)}; " if self.weight_bytes else ""
         states = f"state of {self.max_running} sequences: {format_size(self.state_bytes)}; " if self.state_bytes else ""
+        if self.num_checkpoints:
+            states += f"{self.num_checkpoints} checkpoints of states: {format_size(self.checkpoint_bytes)}; "
         return (
             f"{weights}{states}KV cache: {self.kv_dtype}, {self.bytes_per_token} bytes per token, {self.num_pages} "
             f"pages of {self.page_size_tokens} tokens = {self.num_tokens} tokens in {format_size(self.num_bytes)}; "
@@ -213,17 +228,14 @@ def plan_kv(
     max_running: int,
 ) -> KvPlan:
     """Plan the pages of a budget: at most what max_running full contexts use. The state of max_running sequences comes
-    first.
+    first, then checkpoints, unless the longest sequence needs their memory.
 
     kv_dtype "auto" takes the first of the pass's dtypes that holds enough tokens, or the narrowest if none does. Enough
     is max_running sequences of max_context_tokens if that is given, otherwise one sequence of the model's full context.
     Raises StartupError naming the value, the limit and the remedy.
     """
     check_context(spec, max_context_tokens)
-    page_size_tokens = groups.page_size_tokens
-    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
-        offered = ", ".join(map(str, spec.page_sizes))
-        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
+    _check_page_size(spec, groups.page_size_tokens)
     state_bytes = max_running * spec.state_bytes_per_sequence
     page_bytes = budget.num_bytes - state_bytes
     if page_bytes < 0:
@@ -231,18 +243,23 @@ def plan_kv(
             f"--kv-budget is {budget}; the state of --max-running {max_running} sequences takes "
             f"{format_size(state_bytes)}: {budget.remedy} or lower --max-running"
         )
-    choice = _choose_dtype(spec, page_bytes, kv_dtype, groups, max_context_tokens, max_running)
-    capacity = choice.chosen
+    most_checkpoints = spec.copies_states * page_bytes // _CHECKPOINT_SHARE // max(1, spec.state_bytes_per_sequence)
+    for num_checkpoints in (most_checkpoints, 0):
+        left_bytes = page_bytes - num_checkpoints * spec.state_bytes_per_sequence
+        choice = _choose_dtype(spec, left_bytes, kv_dtype, groups, max_context_tokens, max_running)
+        capacity = choice.chosen
+        context = groups.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
+        if context >= (least_context := max_context_tokens or _MIN_CONTEXT_TOKENS):
+            break
     if capacity.num_pages < 1:
         raise StartupError(
-            f"--kv-budget is {budget}; one page of {page_size_tokens} tokens takes {format_size(capacity.page_bytes)}: "
-            f"{budget.remedy} or lower --page-size"
+            f"--kv-budget is {budget}; one page of {groups.page_size_tokens} tokens takes "
+            f"{format_size(capacity.page_bytes)}: {budget.remedy} or lower --page-size"
         )
-    context = groups.longest_sequence(capacity.num_pages, max_context_tokens or spec.max_context_tokens)
-    if context < (max_context_tokens or _MIN_CONTEXT_TOKENS):
+    if context < least_context:
         raise StartupError(
-            f"--max-context is {max_context_tokens or _MIN_CONTEXT_TOKENS}; --kv-budget {budget} holds "
-            f"{capacity.num_tokens} tokens: {budget.remedy} or lower --max-context"
+            f"--max-context is {least_context}; --kv-budget {budget} holds {capacity.num_tokens} tokens: "
+            f"{budget.remedy} or lower --max-context"
         )
     pages_per_sequence = groups.pages_for(context)
     most_running = MAX_PAGE_TABLE // pages_per_sequence
@@ -266,7 +283,14 @@ def plan_kv(
         choice=choice,
         picture_bytes=spec.picture_bytes,
         quantization=spec.quantization,
+        num_checkpoints=num_checkpoints,
     )
+
+
+def _check_page_size(spec: PassSpec, page_size_tokens: int) -> None:
+    if spec.page_sizes and page_size_tokens not in spec.page_sizes:
+        offered = ", ".join(map(str, spec.page_sizes))
+        raise StartupError(f"--page-size is {page_size_tokens}; this forward pass supports {offered}: use one of these")
 
 
 def _choose_dtype(

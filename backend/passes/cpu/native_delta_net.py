@@ -75,6 +75,10 @@ class NativeDeltaNetOps:
             layer.states = states, inputs
             layer.struct.states, layer.struct.inputs = states.ctypes.data, inputs.ctypes.data
 
+    @property
+    def states(self) -> list[NDArray[np.float32]]:
+        return [array for layer in self._layers for array in layer.states]
+
     def run(self, inputs: int, x: int, layer: _Layer, step: object) -> int:  # noqa: ARG002 - ps_plan received the step
         gates, mixed = self.buffers
         # Whenever a buffer moves, the operations are recorded again.

@@ -23,6 +23,7 @@ from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_k
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.ops.copied_states import CopiedStates
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, CpuOps
 from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
@@ -64,8 +65,8 @@ class _ReadAdapter:
 
 
 class CpuDecoderPass(HostSampling):
-    """Implements `IBatchedForwardPass`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy float32 arrays;
-    `HostSampling` samples."""
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy
+    float32 arrays; `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
@@ -106,13 +107,15 @@ class CpuDecoderPass(HostSampling):
             self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
         verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
-        self._spec = replace(spec, verifies_drafts=verifies)
+        self._spec = replace(spec, verifies_drafts=verifies, copies_states=config.delta_net is not None)
         self._max_running = max_running
+        self._num_pages = 0
+        self._states = CopiedStates()
         self._queue: StepQueue | None = None
 
     def run_ahead(self) -> None:
-        """From now on steps without preparations on the host are queued, if there are native kernels."""
-        if isinstance(self._ops, NativeOps) and isinstance(self._sampler, NativeSampler):
+        """From now on steps without preparations on the host are queued, if there are native kernels and no states."""
+        if isinstance(self._ops, NativeOps) and isinstance(self._sampler, NativeSampler) and not self._config.delta_net:
             self._queue = self._ops.open_queue(self._last_tokens.buffer_info()[0], self._sampler)
             self._spec = replace(self._spec, runs_ahead=True)
 
@@ -136,7 +139,8 @@ class CpuDecoderPass(HostSampling):
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
         formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
-            return make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
+            spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
+        return replace(spec, copies_states=config.delta_net is not None)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -255,8 +259,13 @@ class CpuDecoderPass(HostSampling):
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
         self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
-        if self._ops.delta_net is not None:
-            self._ops.delta_net.create_states(self._max_running)
+        self._num_pages = num_pages
+        self.create_checkpoints(0)
+
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        if self._ops.delta_net is not None:  # they are the states behind those of slots
+            self._ops.delta_net.create_states(self._max_running + num_checkpoints)
+            self._states = CopiedStates(self._max_running, self._ops.delta_net.states)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -271,8 +280,17 @@ class CpuDecoderPass(HostSampling):
         self._drain()
         if self._places is not None:
             for page, place in pairs:
-                self._ops.cache.save(page, self._places.place(place))
+                if page < self._num_pages:
+                    self._ops.cache.save(page, self._places.place(place))
+                else:
+                    self._states.save(page - self._num_pages, self._places.place(place))
                 self._places.note_written(place)
+
+    def _restore(self, page: int, content: NDArray[np.uint8]) -> None:
+        if page < self._num_pages:
+            self._ops.cache.restore(page, content)
+        else:
+            self._states.restore(page - self._num_pages, content)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         if self._queue is not None:
@@ -284,13 +302,17 @@ class CpuDecoderPass(HostSampling):
         check_groups(batch, len(self._groups.windows))
         if self._places is not None:
             for place, page in batch.page_restores:
-                self._ops.cache.restore(page, self._places.place(place))
+                self._restore(page, self._places.place(place))
+        for checkpoint, slot in batch.state_restores:
+            self._states.copy(self._max_running + checkpoint, slot)
         input_ids = self.begin_step(batch)
         if batch.embeddings:
             input_ids = np.maximum(input_ids, 0)  # FROM_EMBEDDINGS is not a row of the table
         step = self._ops.begin_step(batch, input_ids)
         needs_logits = len(batch.logit_rows) > 0 or batch.scored is not None
         logits = self._ops.run_step(step, self._model.forward, needs_logits=needs_logits)
+        for slot, checkpoint in batch.state_saves:
+            self._states.copy(slot, self._max_running + checkpoint)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
     def sample(  # type: ignore[override]  # `HostSampling` is never pending

@@ -177,7 +177,11 @@ class DeltaNetOps(Protocol):
         """Return the layer, for `run`. The caller drops its copy."""
 
     def create_states(self, num_slots: int) -> None:
-        """Allocate `DeltaNet.state_bytes` for each slot."""
+        """Allocate `DeltaNet.state_bytes` for each slot. Called again, it forgets the states before."""
+
+    @property
+    def states(self) -> list[Any]:
+        """Their memory, [slots, …] for each part of a layer's state; numpy arrays on the CPU."""
 
     def run(self, inputs: Array, x: Array, layer: Any, step: Step) -> Array:
         """Return the results of all tokens, [T, value_size], and change the states of the step's slots.

@@ -21,6 +21,7 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
         max_running=st.integers(1, 5),
         max_batch_tokens=st.integers(1, 12),
         capacity=st.integers(0, 3),
+        num_checkpoints=st.integers(0, 4),
         kind=st.sampled_from((FakePass, StatefulFakePass, WindowedFakePass, GroupedFakePass)),
     )
     def start(
@@ -30,6 +31,7 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
         max_running: int,
         max_batch_tokens: int,
         capacity: int,
+        num_checkpoints: int,
         kind: type[FakePass],
     ) -> None:
         self.context = num_pages * page_size
@@ -40,6 +42,7 @@ class EngineMachine(EngineRules[tuple[list[int], int]]):
             max_running=max_running,
             max_batch_tokens=max_batch_tokens,
             capacity=capacity,
+            num_checkpoints=num_checkpoints,
             max_context=self.context,
             forward_pass=forward_pass,
         )

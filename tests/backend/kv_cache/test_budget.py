@@ -248,6 +248,18 @@ def test_state_of_all_slots_comes_out_of_the_budget() -> None:
         plan(spec, budget=GB, max_running=1001)
 
 
+def test_checkpoints_of_states_take_a_part_of_the_budget_unless_the_longest_sequence_needs_it() -> None:
+    spec = replace(SPEC, state_bytes_per_sequence=1_000_000, copies_states=True)
+    kv = plan(spec, budget=GB, max_running=200)
+    assert (kv.num_checkpoints, kv.checkpoint_bytes) == (200, 200_000_000)
+    assert kv.num_pages == 600_000_000 // 16_000
+    assert kv.device_bytes == 37_500 * 16_000 + 400_000_000 + 3 * GB
+    assert dict(plan_rows(kv))["of the budget, 200 checkpoints of states"] == "200.00 MB"
+    assert "state of 200 sequences: 200.00 MB; 200 checkpoints of states: 200.00 MB; KV cache" in kv.describe()
+    small = plan(spec, budget=5_000_000, max_running=1, max_context_tokens=4_000, kv_dtype="bf16")
+    assert (small.num_checkpoints, small.max_context_tokens) == (0, 4_000)
+
+
 def test_tried_dtypes_have_their_own_table() -> None:
     _, tried = plan_tables(plan(SPEC, budget=10**6)).renderables
     columns = {column.header: list(column.cells) for column in tried.columns}  # type: ignore[union-attr]

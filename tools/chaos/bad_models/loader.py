@@ -28,6 +28,7 @@ from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cpu.library.thread_counts import configure_threads
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
+from penstock.backend.start.paging import create_cache
 from penstock.backend.start.pass_checks import check_first_step, check_vocabulary
 from penstock.backend.start.startup import (
     check_memory,
@@ -83,7 +84,7 @@ def load(model: Path, adapter: Path | None) -> None:
     check_vocabulary(spec, model_dir)
     forward_pass = pass_class.load(model_dir, settings)
     if isinstance(plan, KvPlan):
-        forward_pass.create_cache(plan.num_pages, plan.page_size_tokens, plan.kv_dtype)
+        create_cache(forward_pass, plan.num_pages, plan.page_size_tokens, plan.kv_dtype, plan.num_checkpoints)
     check_first_step(forward_pass, spec)
     check_unchanged(named_adapters(options), card.adapters)
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -68,6 +70,10 @@ class TorchDeltaNetOps:
         for layer in self._layers:
             layer.states = torch.zeros(num_slots, net.num_value_heads, net.key_dim, net.value_dim)
             layer.inputs = torch.zeros(num_slots, net.num_channels, net.conv_width - 1)
+
+    @property
+    def states(self) -> list[NDArray[np.float32]]:
+        return [tensor.numpy() for layer in self._layers for tensor in (layer.states, layer.inputs)]
 
     def run(self, inputs: Tensor, x: Tensor, layer: _Layer, step: Step) -> Tensor:
         strengths, decays = self.product(x.float(), layer.gates).chunk(2, dim=1)

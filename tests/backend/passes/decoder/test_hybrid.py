@@ -15,11 +15,12 @@ from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.shm.messages import Sampling
+from tests.backend.harness import Bench, Received
 from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
-from tests.backend.passes.decoder.test_decoder_pass import make_pass, prompts, run_prompts
+from tests.backend.passes.decoder.test_decoder_pass import make_pass, oracle_logits, prompts, run_prompts
 from tests.checkpoints import make_checkpoint, make_config
 
 if TYPE_CHECKING:
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
 
 def state_tensors(decoder: CpuDecoderPass) -> list[torch.Tensor]:
     ops: Any = decoder.ops
-    if isinstance(ops, NativeOps):
-        assert ops.delta_net is not None
-        return [torch.from_numpy(array) for layer in ops.delta_net._layers for array in layer.states]
-    return [tensor for layer in ops.delta_net._layers for tensor in (layer.states, layer.inputs)]
+    return [torch.from_numpy(array) for array in ops.delta_net.states]
 
 
 @pytest.mark.parametrize(
@@ -139,3 +137,39 @@ def test_steps_of_one_token_and_of_many_use_the_states_of_their_slots() -> None:
         run_prompts(Driver(make_pass("qwen3.5", make_native_ops), 8, 16), [tuple(row.tokens[:20])])[0] for row in rows
     ]
     np.testing.assert_array_equal([logits[row.slot] for row in rows], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_alone(dtype: torch.dtype) -> None:
+    """Turns of conversations whose prompts part, come together, are preempted and choose several times."""
+    system, *users = prompts((21, 7, 9, 30), seed=8)
+
+    def run(num_checkpoints: int, num_pages: int, *, together: bool) -> tuple[list[Received], int]:
+        decoder = make_pass("qwen3.5", make_native_ops, dtype)
+        sizes = {"page_size": 4, "max_batch_tokens": 24, "vocab_size": 256}
+        bench = Bench(forward_pass=decoder, num_checkpoints=num_checkpoints, num_pages=num_pages, **sizes)
+        first = [[*system, *user] for user in users]
+        for turn in range(2):
+            for index, prompt in enumerate(first if not turn else [*first, first[0]]):
+                answer = bench.received(index).token_ids if turn else []
+                sampling = Sampling(temperature=float(index == 3), seed=5, num_logprobs=2)
+                bench.submit([*prompt, *answer, *([9, 8] * turn)], 26, request_id=10 * turn + index, sampling=sampling)
+                if not together:
+                    bench.run_dry()
+            bench.run_dry()
+        num_preemptions = bench.board.preemptions
+        bench.close()
+        decoder.close()
+        return [bench.received(request_id) for request_id in (0, 1, 2, 10, 11, 12, 13)], num_preemptions
+
+    alone, _ = run(0, 128, together=False)
+    shared, num_preemptions = run(8, 40, together=True)
+    assert [(each.token_ids, each.logprobs) for each in shared] == [(each.token_ids, each.logprobs) for each in alone]
+    assert [each.started.cached_tokens for each in alone if each.started is not None] == [0] * 7
+    assert [each.started.cached_tokens for each in shared if each.started is not None][:3] == [0, 0, 20]
+    assert sum(each.started.cached_tokens > 40 for each in shared[3:] if each.started is not None) >= 3
+    assert num_preemptions
+    if dtype == torch.float32:
+        tokens = [*system, *users[2], *shared[2].token_ids]
+        choices = oracle_logits("qwen3.5", tuple(tokens[:-1])).argmax(axis=1)[len(system) + len(users[2]) - 1 :]
+        assert choices.tolist() == shared[2].token_ids
