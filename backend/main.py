@@ -44,10 +44,12 @@ from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import grace_at_start
+from penstock.backend.start.draft_model import DraftChoice, plan_with_draft
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
     count_host_pages,
+    create_board,
     create_cache,
     create_kv_events,
     create_scheduler,
@@ -69,7 +71,6 @@ from penstock.backend.start.startup import (
     named_adapters,
     pass_name,
     pass_options,
-    plan_memory,
 )
 from penstock.backend.structured_output.compile_pool import CompilePool
 from penstock.backend.structured_output.compiler_process import CompileLimits
@@ -84,7 +85,6 @@ from penstock.process.service_manager import find_service_manager
 from penstock.shm.link.backend_link import BackendLink
 from penstock.shm.link.listening_address import CannotListen, check_free
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.memory.page_digest import digest_bytes
 from penstock.shm.memory.region import RegionError
 from penstock.shm.memory.ring import RingWriter, create_fd
 from penstock.shm.messages import PROTOCOL_VERSION, ModelCard
@@ -136,12 +136,11 @@ def serve(options: BackendOptions) -> None:
     started_s = time.monotonic()
     options, rules, settings = _prepare(options)
     config_dir = locate_config(options)
-    name = pass_name(options, config_dir)
-    pass_class = find_forward_pass(name)
+    pass_class = find_forward_pass(name := pass_name(options, config_dir))
     spare_imports()
     spec, settings = describe_pass(options, name, pass_class, config_dir, settings, len(rules.kept) if rules else 0)
     memory = _measure_memory(options, spec, pass_class, config_dir, settings)
-    plan = plan_memory(options, spec, settings, memory)
+    plan, draft = plan_with_draft(options, spec, settings, memory)
     if options.dry_run:
         from penstock.backend.kv_cache.budget.budget_table import print_plan  # and rich, which no server needs
 
@@ -153,12 +152,12 @@ def serve(options: BackendOptions) -> None:
     card = make_card(_names(options, spec), model_dir, spec, plan, options.max_waiting, numerics)
     check_vocabulary(spec, model_dir)
     executor = Executor(options.batch_channel_capacity, turns := DeviceTurns())
-    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options)
+    forward_pass, token_step_s = _load_pass(executor, pass_class, model_dir, settings, spec, plan, options, draft)
     check_unchanged(named_adapters(options), card.adapters)
     store = open_pages(options, forward_pass, plan, model_dir, card)
     device = open_sharing_device(settings.device)
     exporter = make_exporter(options.shared_buffers, options.shared_buffer_budget, forward_pass, device)
-    board = _create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
+    board = create_board(plan, options.max_waiting, token_step_s, count_host_pages(plan, forward_pass))
     link = BackendLink(options.socket, card, board, exporter=exporter)
     compiler = _create_compiler(model_dir, card, options.grammar_timeout_s) if spec.generates else None
     grammar_queue = GrammarQueue(compiler, executor.wake, options.max_waiting)
@@ -178,6 +177,7 @@ def serve(options: BackendOptions) -> None:
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
+    engine.draft_desk = desk = None if draft is None else draft.make_desk(executor, scheduler, step_timing, spec)
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
     resume_collection()
@@ -188,7 +188,7 @@ def serve(options: BackendOptions) -> None:
     try:
         engine.run()
     finally:
-        for part in (link, compiler, tower, executor):
+        for part in (link, compiler, tower, desk, executor):
             if part is not None:
                 part.close()
     logger.info("drained after %d steps", board.steps)
@@ -255,8 +255,9 @@ def _load_pass(
     spec: PassSpec,
     plan: KvPlan | WholePlan,
     options: BackendOptions,
+    draft: DraftChoice | None,
 ) -> tuple[IBatchedForwardPass, float | None]:
-    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the pass.
+    """Load the weights and allocate the KV cache on the executor's thread. No other thread calls the passes.
 
     Return the pass, and the duration in seconds of a step that samples one token; None if it generates none.
     """
@@ -269,6 +270,8 @@ def _load_pass(
         try:
             if isinstance(plan, KvPlan):
                 create_cache(forward_pass, plan.num_pages, plan.page_size_tokens, plan.kv_dtype, plan.num_checkpoints)
+            if draft is not None:
+                draft.load(forward_pass, model_dir, plan)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             no_memory = NoRoomBeside if options.beside_another else StartupError
             raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
@@ -283,18 +286,6 @@ def _log_plan(plan: KvPlan | WholePlan) -> None:
     logger.info(plan.describe())
     if isinstance(plan, KvPlan) and (warning := plan.narrowing) is not None:
         logger.warning(warning)
-
-
-def _create_board(
-    plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None, num_host_pages: int
-) -> BackendBoard:
-    board = BackendBoard.create(digest_bytes(plan.num_pages + num_host_pages))
-    board.pid = os.getpid()
-    board.pages_total = plan.num_pages
-    board.page_size_tokens = plan.page_size_tokens
-    board.max_waiting = max_waiting
-    board.token_step_us = 0 if token_step_s is None else round(1e6 * token_step_s)
-    return board
 
 
 def _watch_weights(

@@ -50,9 +50,9 @@ Quantize = Literal["none", "int8", "int4", "int4-128", "fp8"]
 _GROUPS = {
     "Used most": "model served_model_name gpu kv_budget max_context quantize",
     "Model and weights": "revision task dtype default_sampling lora_modules lora_dir lora_budget deterministic cpu_path"
-    " forward_pass dry_run",
+    " mmproj forward_pass dry_run",
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
-    " embedding_cache priority_step_s grammar_timeout_s speculation batch_channel_capacity",
+    " embedding_cache priority_step_s grammar_timeout_s speculation draft_model batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
     " persist_kv_fd hand_over_fd adapters_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
@@ -100,6 +100,10 @@ class BackendOptions:
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the weights; auto takes the checkpoint's. for an encoder bf16, on a CPU only where that is faster."""
+
+    mmproj: Path | None = None
+    """Vision part of a GGUF model: a file of llama.cpp's converter. Default: the one beside the model, with mmproj in
+    its name."""
 
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
@@ -163,10 +167,15 @@ class BackendOptions:
     """Seconds that a grammar may take to compile; beyond that its request is answered with 400. The largest schemas
     take 0.2 s on an idle machine. Memory is limited to 256 MiB."""
 
-    speculation: Literal["auto", "none", "ngram"] = "auto"
+    speculation: Literal["auto", "none", "ngram", "draft"] = "auto"
     """Guesses the next tokens from an earlier place with the same three tokens, in the prompt or the answer, and
     verifies them in one step where that is expected to be quicker: while few sequences run. Answers are the same tokens
-    with and without it. auto is ngram with the CPU's native kernels, none elsewhere."""
+    with and without it. auto is ngram with the CPU's native kernels, none elsewhere, and uses --draft-model too; draft
+    uses that alone."""
+
+    draft_model: str | None = None
+    """A small model with the same tokenizer as --model, named like it, that guesses tokens. Its weights and its keys
+    and values of the same pages come out of the same memory."""
 
     batch_channel_capacity: Annotated[int, Parameter(validator=Number(gte=0, lte=16))] = 1
     """Plans prepared ahead of the running step, each as late as possible. 0 means no overlap; more than 1 helps only if

@@ -233,7 +233,7 @@ class App:
             send,
             self._serve,
             self._latest,
-            max_queued_bytes=limits.body_limit(),
+            max_queued_bytes=limits.body_limit(has_pictures=self.context.takes_pictures),
             idle_timeout_s=limits.idle_socket_timeout_s,
         )
         await socket.run()

@@ -82,7 +82,7 @@ async def serve(settings: WorkerSettings) -> None:
         max_connections=max_connections,
         tls=None if tls is None else tls.context,
         accept_table=accept_table,
-        max_message_bytes=settings.limits.body_limit(),
+        max_message_bytes=settings.limits.body_limit(has_pictures=True),
     )
     try:
         async with asyncio.TaskGroup() as tasks:  # a worker whose watch has failed ends, and another is started

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.presets import COMMON, PRESETS, VISION
 
@@ -39,7 +40,10 @@ def make_config(architecture: str, **overrides: Any) -> Any:
 
 def make_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model in fp32 on the CPU with every parameter random, in eval mode."""
-    model = getattr(transformers, PRESETS[architecture].model)(make_config(architecture, **overrides))
+    preset, config = PRESETS[architecture], make_config(architecture, **overrides)
+    model = getattr(transformers, preset.text_model or preset.model)(
+        config if preset.text_model is None else config.text_config
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -66,11 +70,31 @@ def make_checkpoint(
     """Write make_model's checkpoint to out_dir and return it. A small max_shard_size gives shards with an index."""
     model = make_model(architecture, seed, **overrides).to(dtype)
     model.save_pretrained(out_dir, max_shard_size=max_shard_size)
+    if PRESETS[architecture].text_model is not None:
+        _put_into_whole(out_dir, PRESETS[architecture].model)
     return out_dir
+
+
+def _put_into_whole(model_dir: Path, architecture: str) -> None:
+    """Give a text model's checkpoint the names that it has as a part of architecture."""
+    text = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({"architectures": [architecture], "text_config": text}))
+    for path in model_dir.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({name.replace("model.", "model.language_model.", 1): tensors[name] for name in tensors}, path)
 
 
 def load_oracle(model_dir: Path) -> Any:
     """The transformers model of a checkpoint, in fp32 with eager attention."""
-    (name,) = json.loads((model_dir / "config.json").read_text())["architectures"]
+    values = json.loads((model_dir / "config.json").read_text())
+    (name,) = values["architectures"]
+    for preset in PRESETS.values():
+        if preset.model == name and preset.text_model is not None and preset.text_config is not None:
+            config = getattr(transformers, preset.text_config)(**values["text_config"], attn_implementation="eager")
+            model = getattr(transformers, preset.text_model)(config)
+            tensors = load_file(model_dir / "model.safetensors")
+            plain = {name.replace("language_model.", ""): tensor for name, tensor in tensors.items()}
+            model.load_state_dict(plain, strict=False)  # lm_head is the embedding
+            return model.eval()
     model = getattr(transformers, name).from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
     return model.eval()

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-for name in ("test_contract", "test_pooling", "test_lora"):
+for name in ("test_contract", "test_drafts", "test_pooling", "test_lora"):
     pytest.register_assert_rewrite(f"penstock.tools.forward_pass_contract.{name}")
 
 from penstock.backend.checkpoint.quantization import cached_file  # noqa: E402 - as the next lines
 from penstock.backend.passes.shared_weights import packed_file  # noqa: E402
 from penstock.tools.forward_pass_contract import (  # noqa: E402 - after the rewrite is registered
     test_contract,
+    test_drafts,
     test_lora,
     test_pooling,
 )
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # The suites' tests and their fixtures, collected from this module with the fixture below.
-for suite in (test_contract, test_pooling, test_lora):
-    is_theirs = ("test_", "runner", "pooling", "adapted")
+for suite in (test_contract, test_drafts, test_pooling, test_lora):
+    is_theirs = ("test_", "runner", "drafting", "pooling", "adapted")
     globals().update({name: value for name, value in vars(suite).items() if name.startswith(is_theirs)})
 
 _EMULATED = "tests.backend.passes.cuda.emulated_pass:EmulatedCudaPass"

@@ -55,6 +55,21 @@ _GEMMA4 = {
 }
 
 
+_GEMMA3N = {
+    "head_dim": 32,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 200,
+    "laurel_rank": 24,
+    "altup_num_inputs": 3,
+    "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0, 0.8, 0.0],
+    "tie_word_embeddings": True,
+}
+
+
 @dataclass(frozen=True)
 class Preset:
     """A transformers model class, and the settings of its tiny config that differ from COMMON."""
@@ -64,6 +79,8 @@ class Preset:
     settings: dict[str, Any] = field(default_factory=dict)
     text_config: str | None = None
     """The config class of the text model, if the model also reads images."""
+    text_model: str | None = None
+    """The text model's class, if the whole needs packages that tests do not have: then the checkpoint has it alone."""
 
 
 COMMON: dict[str, Any] = {
@@ -283,6 +300,10 @@ PRESETS: dict[str, Preset] = {
         text_config="Qwen3_5MoeTextConfig",
     ),
     "qwen3.5-moe": Preset("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_HYBRID, **_HYBRID_EXPERTS}),
+    "gemma3n": Preset("Gemma3nForCausalLM", "Gemma3nTextConfig", _GEMMA3N),
+    "gemma3n-vision": Preset(
+        "Gemma3nForConditionalGeneration", "Gemma3nConfig", _GEMMA3N, "Gemma3nTextConfig", "Gemma3nForCausalLM"
+    ),
     "gemma4-e": Preset(
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",

@@ -179,6 +179,12 @@ class ThreadlessExecutor(IExecutor):
         self._num_in_flight += 1
         self._plans.append((plan, batch, saves))
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Do this at once: it comes after the steps before it only if none is in flight."""
+        if self.is_busy:
+            raise RuntimeError("work for an executor with steps in flight; these stand-ins do not order it")
+        work()
+
     def results(self) -> list[StepResult]:
         results, self._results = self._results, []
         self._num_in_flight -= len(results)

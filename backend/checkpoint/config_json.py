@@ -223,7 +223,9 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
     original_positions = _original_positions(config, family)
     context_tokens = _context_tokens(config, settings, original_positions, max_context_tokens)
     partial = settings.partial_rotary_factor or config.partial_rotary_factor or family.partial_rotary_factor
-    rotary_dim = head_dim if settings.kind == "proportional" else int(head_dim * partial)
+    # As in transformers, the default of families with two ropes ignores the factor.
+    whole_kinds = ("proportional", "default") if family.window_rope_theta is not None else ("proportional",)
+    rotary_dim = head_dim if settings.kind in whole_kinds else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
         raise StartupError(
             f"head_dim {head_dim} with partial_rotary_factor {partial} rotates {rotary_dim} dimensions; it must be even"

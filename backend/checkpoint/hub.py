@@ -27,7 +27,7 @@ from penstock.backend.checkpoint.other_layouts.directory import (
     complete_directory,
 )
 from penstock.backend.checkpoint.other_layouts.mistral_layout import CONSOLIDATED_FILE, PARAMS_FILE
-from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, name_models
+from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models, find_projectors, name_models
 from penstock.backend.checkpoint.sources.hub_files import download, list_sizes
 from penstock.backend.checkpoint.sources.package_index import package_model
 from penstock.backend.errors import StartupError
@@ -55,8 +55,12 @@ _SHARDS = "model-[0-9]*-of-[0-9]*.safetensors"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def resolve_model(model: str, revision: str | None = None, config_dir: Path | None = None) -> Path:
+def resolve_model(
+    model: str, revision: str | None = None, config_dir: Path | None = None, projector: Path | None = None
+) -> Path:
     """The checkpoint's directory: model itself if it is one, else the hub's snapshot of that id.
+
+    projector is the file of a GGUF model's vision part, if it is not the one beside it.
 
     config_dir is the result of `resolve_config`, if it was called before: the same commit is used. Downloads use
     huggingface_hub with its cache, progress bars (log lines without a terminal), HF_HUB_OFFLINE and HF_TOKEN. The small
@@ -65,7 +69,7 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     """
     found = _find(model, revision)
     if isinstance(found, Path):
-        return _presented(found)
+        return _presented(found, projector)
     if config_dir is not None:
         found.pin(config_dir)
     snapshot = _download_small_files(found)
@@ -78,11 +82,12 @@ def resolve_model(model: str, revision: str | None = None, config_dir: Path | No
     return complete_directory(download(found.name, found.revision, files, found.sizes))
 
 
-def resolve_config(model: str, revision: str | None = None) -> Path:
+def resolve_config(model: str, revision: str | None = None, projector: Path | None = None) -> Path:
     """Like `resolve_model`, but downloads only CONFIG_FILES. A GGUF file is downloaded whole."""
     found = _find(model, revision)
     if isinstance(found, Path):
-        return _presented(found)
+        return _presented(found, projector)
+    _refuse_projector(projector)
     snapshot = _download_with_config(found, CONFIG_FILES)
     return snapshot if (snapshot / CONFIG_FILE).is_file() else complete_directory(_download_small_files(found))
 
@@ -144,7 +149,7 @@ def _find_on_hub(name: HubName, revision: str | None) -> Path | _Repository:
             name_models([each for each in models if each is not chosen], models),
         )
         logger.info("%s: %s is taken; %s:TYPE takes another: %s", repository, taken, repository, others)
-    return download(repository, revision, chosen.files, sizes) / chosen.files[0]
+    return download(repository, revision, (*chosen.files, *find_projectors(sizes)[:1]), sizes) / chosen.files[0]
 
 
 def _local_model(path: Path) -> Path:
@@ -171,14 +176,21 @@ def _local_model(path: Path) -> Path:
     raise StartupError(f"the model directory {path} has no {CONFIG_FILE}{instead}")
 
 
-def _presented(path: Path) -> Path:
-    """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout."""
+def _refuse_projector(projector: Path | None) -> None:
+    if projector is not None:
+        raise StartupError(f"--mmproj is {projector}; it belongs to a GGUF model, which this one is not: leave it out")
+
+
+def _presented(path: Path, projector: Path | None = None) -> Path:
+    """A directory in the Hugging Face layout for a GGUF file, or for a directory in another layout. Raises
+    StartupError."""
     if path.is_dir():
+        _refuse_projector(projector)
         return complete_directory(path)
     # Imported here: it imports torch, which takes a second and is not needed to find other models.
     from penstock.backend.checkpoint.gguf.directory import gguf_directory
 
-    return gguf_directory(path)
+    return gguf_directory(path, projector)
 
 
 def _download_small_files(repository: _Repository) -> Path:

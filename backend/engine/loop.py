@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
     from penstock.backend.engine.requests.handling import RequestHandling
     from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+    from penstock.backend.engine.steps.draft_desk import DraftDesk
     from penstock.backend.engine.steps.launched_step import StepResult
     from penstock.backend.engine.steps.step_timing import StepTiming
     from penstock.backend.engine.steps.vectors import Vectors
@@ -79,6 +80,8 @@ class Engine:
         self._step_timing = step_timing or requests.step_timing
         self._heartbeat = heartbeat
         self._kv_events = kv_events
+        self.draft_desk: DraftDesk | None = None
+        """Asks a draft model before plans, if there is one."""
         self._recorder = requests.table.recorder
         self._drain_deadline_s: float | None = None
         self._work: Callable[[], None] | None = None
@@ -182,6 +185,8 @@ class Engine:
         """Plan and launch the steps that are due. Returns the seconds until the next plan is due."""
         while self._scheduler.has_work and self._executor.has_capacity:
             if self._has_drafts and self._executor.is_busy:
+                return None
+            if self.draft_desk is not None and self.draft_desk.holds_plan():
                 return None
             if (spare_s := self._step_timing.spare_s(self._executor.running_s())) > 0:
                 return spare_s

@@ -172,6 +172,9 @@ class PictureTower(Protocol):
     @property
     def max_picture_bytes(self) -> int: ...
 
+    @property
+    def embedding_size(self) -> int: ...
+
     def num_tokens(self, shape: tuple[int, ...], grid: tuple[int, int, int]) -> int:
         """The number of embeddings of a picture. Raises ValueError for one that the model does not take."""
 
@@ -186,7 +189,7 @@ class PictureTower(Protocol):
 
 @runtime_checkable
 class IEncodesPictures(Protocol):
-    """Optional interface of a pass with an embedding_size: prompts may contain pictures."""
+    """Optional interface: prompts may contain pictures, whose embeddings steps receive in `StepBatch.embeddings`."""
 
     @property
     def picture_tower(self) -> PictureTower | None:

@@ -77,6 +77,9 @@ class PassSpec:
     """The most pixels of one picture, for a pass that is IEncodesPictures; 0 if it takes none."""
     picture_bytes: int = 0
     """The part of weight_bytes and workspace_bytes that pictures take: the tower, its activations, embeddings."""
+    whole_picture_tokens: int = 0
+    """The most tokens of one picture, if they attend to each other both ways: a step computes all of them. Otherwise 0.
+    """
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
     alone. Never with state_bytes_per_sequence, because a state does not go back."""

@@ -154,7 +154,7 @@ class StepBatch:
 
     Rows of query length 1 come first. A row's tokens are at positions context_lens[r] … context_lens[r] + length - 1 of
     its sequence. The KV of position p goes to page page_table[r, p // page_size], place p % page_size. A token attends
-    to all positions of its sequence up to its own.
+    to all positions of its sequence up to its own, or up to `visible_ends`.
     """
 
     input_ids: NDArray[np.int32]
@@ -186,13 +186,18 @@ class StepBatch:
     """(slot, checkpoint): copy the slot's state to the checkpoint after the step. No checkpoint occurs twice; one that
     state_restores reads may occur."""
     embeddings: tuple[EmbeddedTokens, ...] = ()
-    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size."""
+    """Ascending; covers exactly the tokens that are FROM_EMBEDDINGS. Only if the spec has an embedding_size,
+    or the pass takes pictures."""
     scored: ScoredTokens | None = None
     """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
     pooled: PooledRows | None = None
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
     adapters: NDArray[np.int32] | None = None
     """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""
+    visible_ends: NDArray[np.int32] | None = None
+    """[T] the position behind the last one that each token attends to, in layers that the pass chooses: a picture's
+    tokens see the whole picture, which is in the step or computed before. None if each sees up to its own position.
+    Only for passes whose spec has `whole_picture_tokens`."""
     drafts: NDArray[np.int32] | None = None
     """[L] number of tokens at the end of each of logit_rows that are drafts: guesses of the next tokens, to verify.
     0 for rows that report log probabilities. None if no row has drafts. Only for passes whose spec says

@@ -45,6 +45,7 @@ class FakeTower:
     """Embeddings from the bytes of a picture. Each depends on all of them."""
 
     max_picture_bytes = _MAX_PICTURE_BYTES
+    embedding_size = EMBEDDING_SIZE
     num_layers = 4
 
     def num_tokens(self, shape: tuple[int, ...], grid: tuple[int, int, int]) -> int:

@@ -215,7 +215,9 @@ class Admission:
             other.parking.num_pages_passed += num_available - self._pool.num_available
         num_missing = sequence.num_ready_tokens - sequence.num_computed
         grant = num_missing if num_missing <= budget else (budget + 1) // 2 if in_parts else budget
-        self.newcomers.append((sequence, grant))
+        grant = sequence.whole_chunk(grant, budget)
+        if grant:
+            self.newcomers.append((sequence, grant))
         if self._tenants.are_several:
             self._tenants.charge(sequence.account, grant * PREFILL_COST)
         return budget - grant

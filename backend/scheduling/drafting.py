@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from itertools import takewhile
 from typing import Protocol
@@ -10,16 +11,16 @@ from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 from penstock.backend.sequences.sequence import Sequence
 
-_MAX_ROWS = 4
+MAX_ROWS = 4
 """With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
 _MAX_DRAFTS = 24
 """Drafts of a step."""
 _MIN_CHANCE = 0.1
 """Drafts that are less likely are not looked at."""
-_PLANS_PER_TRIAL = 32
+PLANS_PER_TRIAL = 32
 """If likely drafts seem too dear, one plan in so many has some all the same, which renews an old measurement."""
 _TRIED_CHANCE, _MAX_TRIED = 0.6, 8
-_MIN_GAIN = 1.15
+MIN_GAIN = 1.15
 """Drafts must promise at least this many times the tokens a second: times of steps are estimates."""
 
 
@@ -45,7 +46,7 @@ class Drafting:
 
     def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
         """Return drafts of sequences that decode in the next step, for the tokens after their num_computed."""
-        if len(decodes) > _MAX_ROWS:
+        if len(decodes) > MAX_ROWS:
             return {}
         guesses: dict[Sequence, list[int]] = {}
         chances: list[tuple[float, Sequence]] = []
@@ -64,16 +65,24 @@ class Drafting:
             chosen.append(guesses[sequence][len(chosen)])
         return drafts
 
+    def wanted(self, decodes: Collection[Sequence]) -> dict[Sequence, int]:  # noqa: ARG002 - for a draft model
+        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
+        return {}
+
     def _guess(self, sequence: Sequence) -> list[tuple[int, float]]:
         """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""
-        if sequence.guesser is None:
-            sequence.guesser = Guesser(sequence.max_total_tokens)
-        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence), partial(self._find_earlier, sequence))
+        guess, chances = self._listed(sequence)
         num_coming = sequence.num_computed - len(sequence.tokens)
         # The very last token is never computed.
         end = num_coming + min(MAX_GUESSED, sequence.max_total_tokens - 1 - sequence.num_computed)
-        chances = sequence.guesser.chances(len(guess)) if guess else []
         return list(takewhile(_is_word, list(zip(guess, chances, strict=True))[num_coming:end]))
+
+    def _listed(self, sequence: Sequence) -> tuple[list[int], list[float]]:
+        """Tokens after the known ones, and their chances."""
+        if sequence.guesser is None:
+            sequence.guesser = Guesser(sequence.max_total_tokens)
+        guess = sequence.guesser.guess(sequence.tokens, _forced(sequence), partial(self._find_earlier, sequence))
+        return guess, sequence.guesser.chances(len(guess)) if guess else []
 
     def _find_earlier(self, sequence: Sequence) -> list[int]:
         return [] if self.texts is None else self.texts.find(sequence.salt, sequence.tokens)
@@ -84,7 +93,7 @@ class Drafting:
         if alone_s is None or all_s is None:
             return 0
         draft_s = max(0.0, all_s - alone_s) / len(chances)
-        best, best_rate = 0, _MIN_GAIN * num_rows / alone_s
+        best, best_rate = 0, MIN_GAIN * num_rows / alone_s
         num_tokens, seconds = float(num_rows), alone_s + self._times.gap_s
         for count, chance in enumerate(chances, start=1):
             num_tokens += chance
@@ -96,7 +105,7 @@ class Drafting:
     def _num_tried(self, chances: list[float]) -> int:
         num_likely = sum(chance >= _TRIED_CHANCE for chance in chances)
         self._num_refused += num_likely > 0
-        return min(num_likely, _MAX_TRIED) if self._num_refused % _PLANS_PER_TRIAL == 0 else 0
+        return min(num_likely, _MAX_TRIED) if self._num_refused % PLANS_PER_TRIAL == 0 else 0
 
 
 def may_have_drafts(sequence: Sequence) -> bool:

@@ -51,7 +51,7 @@ class Scheduler:
         keeps_state = states is not None
         groups = KvGroups.of(page_size_tokens, kv_windows, max_batch_tokens, num_plans_ahead, keeps_state=keeps_state)
         self._pool = pool
-        self._drafting = drafting
+        self.drafting = drafting
         self._tenants = Tenants()
         self._waiting = WaitQueue(self._tenants)
         self._running = RunningSequences(pool, groups, max_running, num_plans_ahead, states)
@@ -140,6 +140,13 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
+    def wanted_guesses(self) -> dict[Sequence, int]:
+        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
+        is_prompt_next = bool(self._waiting) and self.num_free_slots > 0
+        if self.drafting is None or is_prompt_next or self._bisections:
+            return {}
+        return self.drafting.wanted(self._running.sequences)
+
     def outlook(self) -> Outlook:
         """See `ISequenceScheduler`."""
         if self._outlook is None:
@@ -184,11 +191,11 @@ class Scheduler:
 
     def _choose_drafts(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
         """Drafts within the token budget, and in pages that no other sequence needs next."""
-        if self._drafting is None:
+        if self.drafting is None:
             return {}
         left, drafts = self._max_batch_tokens - len(decodes), {}
         num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
-        chosen = self._drafting.choose(decodes)
+        chosen = self.drafting.choose(decodes)
         for sequence, tokens in chosen.items():
             end = sequence.num_computed + min(len(tokens), left)
             if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
@@ -218,14 +225,18 @@ class Scheduler:
         if self._tenants.are_several:
             num_of_first = sum(sequence.account is unfinished[0].account for sequence in unfinished)
         grants, left = share_out(needs, budget, num_of_first_tenant=num_of_first, someone_waits=may_admit)
+        left += sum(grants)
+        for index, sequence in enumerate(unfinished):  # the first ones may take what others need for a whole picture
+            grants[index] = sequence.whole_chunk(min(grants[index], left), left)
+            left -= grants[index]
         if may_admit and left:
             left = self._admission.admit(left, in_parts=left < budget)
         chunks = []
         for sequence, need, grant in zip(unfinished, needs, grants, strict=True):
-            extra = min(left, need - grant)
-            left -= extra
-            if grant + extra:
-                chunks.append((sequence, grant + extra))
+            chunk = sequence.whole_chunk(grant + min(left, need - grant), grant + left)
+            left -= chunk - grant
+            if chunk:
+                chunks.append((sequence, chunk))
         return chunks
 
     def bisect(self, chunks: list[Chunk]) -> None:
@@ -242,7 +253,8 @@ class Scheduler:
         while self._bisections:
             chunks, budget = [], self._max_batch_tokens
             for sequence, end in self._bisections[0]:
-                length = min(end - sequence.num_computed, sequence.num_ready_tokens - sequence.num_computed, budget)
+                end = min(end, sequence.num_ready_tokens)
+                length = sequence.whole_chunk(min(end - sequence.num_computed, budget), budget)
                 if length > 0 and not sequence.ended and self._find_pages(sequence, sequence.num_computed + length):
                     chunks.append((sequence, length))
                     budget -= length

@@ -75,8 +75,12 @@ class HostRows:
 class SequencePictures:
     """Where a prompt's pictures are, and whether their embeddings are there."""
 
-    def __init__(self, pictures: tuple[Picture, ...], salt: bytes, cache: PictureCache) -> None:
-        """The spans ascend, also from picture to picture."""
+    def __init__(
+        self, pictures: tuple[Picture, ...], salt: bytes, cache: PictureCache, *, sees_whole: bool = False
+    ) -> None:
+        """The spans ascend, also from picture to picture. sees_whole: the tokens of each span attend to each other both
+        ways."""
+        self.sees_whole = sees_whole
         self._cache = cache
         self._runs: list[_Run] = []
         for picture in pictures:
@@ -110,15 +114,23 @@ class SequencePictures:
             needed.add(run.key)
         return needed
 
-    def rows_of(self, first: int, end: int) -> list[tuple[int, HostRows]]:
-        """(token, embeddings from there on) of the pictures' tokens from first to end, which are ready."""
+    def uncut(self, end: int) -> tuple[int, int]:
+        """The last and the next token, around end, at which a step may end."""
+        for run in self._runs_from(end - 1)[:1]:
+            if self.sees_whole and run.first < end:
+                return run.first, run.end
+        return end, end
+
+    def rows_of(self, first: int, end: int) -> list[tuple[int, HostRows, int]]:
+        """(token, embeddings from there on, end of its span) of the pictures' tokens from first to end, which are
+        ready."""
         found = []
         for run in self._runs_from(first):
             if run.first >= end:
                 break
             start, stop = max(first, run.first), min(end, run.end)
             rows = self._cache.use(run.key)[run.offset + start - run.first : run.offset + stop - run.first]
-            found.append((start, HostRows(rows)))
+            found.append((start, HostRows(rows), run.end))
         return found
 
 

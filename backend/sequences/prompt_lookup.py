@@ -18,7 +18,7 @@ _FEW_TOKENS = 16
 """More are indexed with numpy."""
 MAX_GUESSED = 16
 """Tokens of a guess that can be drafted in one step."""
-_OWN_TEXT, _EARLIER_TEXT, _GRAMMAR = range(3)
+_OWN_TEXT, _EARLIER_TEXT, _GRAMMAR, _MODEL = range(4)
 _WEIGHT = 0.15
 """The weight of the newest token in the running mean of how often guesses are right."""
 
@@ -81,17 +81,17 @@ def mixed_runs(tokens: NDArray[np.int32]) -> NDArray[np.uint32]:
 
 class Guesser:
     """The guess of one sequence's next tokens, and how often its guesses come true: those from its text, those from
-    earlier texts of its tenant, and those of its grammar.
+    earlier texts of its tenant, those of its grammar, and those of a draft model.
 
     A guess is followed as long as it is right. It is judged whether or not it was drafted, so that a sequence whose
     guesses were wrong is drafted again when they become right.
     """
 
-    __slots__ = ("_first", "_kind", "_listed", "_lookup", "_num_right", "_rates", "_source")
+    __slots__ = ("_first", "_kind", "_listed", "_lookup", "_num_right", "_passed_over", "_rates", "_source")
 
-    def __init__(self, num_tokens: int) -> None:
-        """num_tokens: the most that the sequence will have."""
-        self._lookup = PromptLookup(num_tokens)
+    def __init__(self, num_tokens: int, *, looks_up: bool = True) -> None:
+        """num_tokens: the most that the sequence will have. looks_up: in its text."""
+        self._lookup = PromptLookup(num_tokens) if looks_up else None
         self._source = 0
         """Index in the text from which the guess is taken; 0 if it is not from there."""
         self._listed: list[int] = []
@@ -101,8 +101,10 @@ class Guesser:
         """Index of the guess's first token."""
         self._num_right = 0
         """First tokens of the guess that came true."""
-        self._rates = [0.5, 0.5], [0.5, 0.5], [0.9, 0.9]
+        self._rates = [0.5, 0.5], [0.5, 0.5], [0.9, 0.9], [0.7, 0.7]
         """How often the first token of a guess comes true, and how often one that follows a right one; by its kind."""
+        self._passed_over: tuple[int, bool, int] | None = None
+        """Kind of the guess that a draft model's replaced, whether it had been right, and its token."""
 
     def guess(self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]] = list) -> list[int]:
         """Up to MAX_GUESSED tokens that may follow; none if the end of the text did not occur before. tokens only grow.
@@ -110,14 +112,17 @@ class Guesser:
         forced: what the sequence's grammar seems to force next. It goes before a new guess from the text, and that
         mostly before find_earlier: what followed in an earlier text.
         """
+        if self._passed_over is not None and self._first < len(tokens):
+            kind, follows, token = self._passed_over
+            self._judge(kind, tokens[self._first] == token, follows=follows)
+            self._passed_over = None
         is_right, guessed = self._source > 0 or bool(self._listed), self._listed or tokens
         while is_right and self._first + self._num_right < len(tokens):
             if (index := self._source + self._num_right) == len(guessed):
                 is_right = False
                 break
             is_right = guessed[index] == tokens[self._first + self._num_right]
-            rates, follows = self._rates[self._kind], self._num_right > 0
-            rates[follows] += _WEIGHT * (is_right - rates[follows])
+            self._judge(self._kind, is_right, follows=self._num_right > 0)
             self._num_right += is_right
         if not is_right or self._num_right == len(self._listed) > 0:
             self._begin(tokens, forced, find_earlier)
@@ -128,17 +133,31 @@ class Guesser:
     def _begin(self, tokens: array[int], forced: list[int], find_earlier: Callable[[], list[int]]) -> None:
         """Make a new guess, or none."""
         self._first, self._num_right = len(tokens), 0
-        self._source = 0 if forced else self._lookup.find(tokens)
+        self._source = 0 if forced or self._lookup is None else self._lookup.find(tokens)
         self._listed, self._kind = forced, _GRAMMAR if forced else _OWN_TEXT
         is_earlier_better = self._rates[_EARLIER_TEXT][0] > self._rates[_OWN_TEXT][0]
         if not forced and (not self._source or is_earlier_better) and (found := find_earlier()):
             self._source, self._listed, self._kind = 0, found, _EARLIER_TEXT
 
-    def chances(self, num_tokens: int) -> list[float]:
-        """The probability of each of the guess's next num_tokens tokens, together with those before it."""
-        first, following = self._rates[self._kind]
+    def _judge(self, kind: int, is_right: bool, *, follows: bool) -> None:
+        rates = self._rates[kind]
+        rates[follows] += _WEIGHT * (is_right - rates[follows])
+
+    def take_guess(self, tokens: array[int], guessed: list[int]) -> None:
+        """Follow what a draft model has guessed after these tokens, for which `guess` was called. The guess that it
+        replaces is judged all the same."""
+        replaced = (self._listed or tokens)[self._source + self._num_right :] if self._source or self._listed else []
+        self._passed_over = (self._kind, self._num_right > 0, replaced[0]) if replaced else None
+        self._first, self._num_right, self._source = len(tokens), 0, 0
+        self._listed, self._kind = guessed, _MODEL
+
+    def chances(self, num_tokens: int, *, of_model: bool = False) -> list[float]:
+        """The probability of each of the guess's next num_tokens tokens, together with those before it; of_model: of a
+        new guess of a draft model."""
+        first, following = self._rates[_MODEL if of_model else self._kind]
         chance, chances = 1.0, []
-        for rate in chain([following if self._num_right else first], repeat(following, num_tokens - 1)):
+        first = following if self._num_right and not of_model else first
+        for rate in chain([first], repeat(following, num_tokens - 1)):
             chance *= rate
             chances.append(chance)
         return chances

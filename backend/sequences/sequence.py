@@ -313,6 +313,13 @@ class Sequence:
         end = min(self.num_given_tokens, self.kv.next_border)
         return end if self.pictures is None else self.pictures.ready_end(self.num_computed, end)
 
+    def whole_chunk(self, num_tokens: int, most: int) -> int:
+        """About num_tokens, at most `most`, after which a step may end that begins with the next token to compute."""
+        if self.pictures is None:
+            return num_tokens
+        first, end = self.pictures.uncut(self.num_computed + num_tokens)
+        return end - self.num_computed if end - self.num_computed <= most else max(0, first - self.num_computed)
+
     @property
     def awaits_mask(self) -> bool:
         """The next token cannot be sampled yet. The executor wakes the loop when it can."""

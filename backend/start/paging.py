@@ -1,7 +1,8 @@
-"""Makes the scheduler of a pass with a KV cache, and the publishers of its pages."""
+"""Makes the scheduler of a pass with a KV cache, the board, and the publishers of its pages."""
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -27,7 +28,7 @@ from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
 from penstock.shm.memory.board import BackendBoard
-from penstock.shm.memory.page_digest import PageDigestWriter
+from penstock.shm.memory.page_digest import PageDigestWriter, digest_bytes
 from penstock.shm.messages import ModelCard
 
 
@@ -76,6 +77,18 @@ def open_pages(
     if fd is None:
         return open_hand_over(options.hand_over_fd, forward_pass, plan, model_dir, fingerprint)
     return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
+
+
+def create_board(
+    plan: KvPlan | WholePlan, max_waiting: int, token_step_s: float | None, num_host_pages: int
+) -> BackendBoard:
+    board = BackendBoard.create(digest_bytes(plan.num_pages + num_host_pages))
+    board.pid = os.getpid()
+    board.pages_total = plan.num_pages
+    board.page_size_tokens = plan.page_size_tokens
+    board.max_waiting = max_waiting
+    board.token_step_us = 0 if token_step_s is None else round(1e6 * token_step_s)
+    return board
 
 
 def leave_on_signal(engine: Engine, scheduler: ISequenceScheduler) -> None:

@@ -92,13 +92,13 @@ def locate_config(options: BackendOptions) -> Path:
     Raises StartupError.
     """
     name = DEMO_MODEL if options.model is None else options.model
-    return resolve_config(name, options.revision)
+    return resolve_config(name, options.revision, options.mmproj)
 
 
 def locate_model(options: BackendOptions, config_dir: Path | None = None) -> Path:
     """The checkpoint's directory. A hub model is downloaded, at config_dir's commit. Raises StartupError."""
     name = DEMO_MODEL if options.model is None else options.model
-    return resolve_model(name, options.revision, config_dir)
+    return resolve_model(name, options.revision, config_dir, options.mmproj)
 
 
 def pass_name(options: BackendOptions, config_dir: Path) -> str:
@@ -132,6 +132,15 @@ def describe_pass(
         spec = pass_class.describe(config_dir, settings)
     elif (num_running := _num_running(options, spec, settings.device)) < settings.max_running:
         settings = replace(settings, max_running=num_running)
+        spec = pass_class.describe(config_dir, settings)
+    if settings.max_batch_tokens < (least := spec.whole_picture_tokens + settings.max_running):
+        if options.max_batch_tokens is not None:
+            raise StartupError(
+                f"--max-batch-tokens is {settings.max_batch_tokens}; this model needs at least {least}: a step "
+                f"computes a picture whole, which has up to {spec.whole_picture_tokens} tokens, and one token for each "
+                f"of --max-running {settings.max_running}"
+            )
+        settings = replace(settings, max_batch_tokens=least)
         spec = pass_class.describe(config_dir, settings)
     check_groups(spec)
     check_adapters(spec, len(settings.adapters))

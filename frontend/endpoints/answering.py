@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules, ch
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.choices.answers import Settle, answer_stream, answer_whole
 from penstock.frontend.generation.choices.choice_runner import ChoiceRunner
-from penstock.frontend.generation.failures import finish_reason_of
+from penstock.frontend.generation.failures import expired, finish_reason_of
 from penstock.frontend.generation.lingering import STREAM_HEADER, linger_terms, prepare_to_linger
 from penstock.frontend.generation.models.capacity import check_capacity
 from penstock.frontend.generation.models.model_table import answering_name, check_model
@@ -70,9 +71,14 @@ async def answer_chat(
     Raises ApiError, ClientGoneError.
     """
     refuse_if_full(exchange, body, served)
-    async with exchange.cancelled_on_disconnect():
-        prompt = await render_chat(body, served, exchange.tenant, is_long=num_body_bytes > _INLINE_BODY_BYTES)
-        token_ids, rules = await chat_answer_rules(body, prompt.token_ids, served)
+    deadline_s = read_request_policy(exchange, body).deadline_s  # pictures may take long
+    left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    try:
+        async with asyncio.timeout(left_s), exchange.cancelled_on_disconnect():
+            prompt = await render_chat(body, served, exchange.tenant, is_long=num_body_bytes > _INLINE_BODY_BYTES)
+            token_ids, rules = await chat_answer_rules(body, prompt.token_ids, served)
+    except TimeoutError:
+        raise expired() from None
     if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
     pictures = tuple(picture.moved(len(before)) for picture in prompt.pictures)

@@ -40,6 +40,7 @@ _UNUSABLE_RETRY_S = 60
 _JSON_TYPES = (b"application/json", b"text/json")
 _TAKE_PICTURES = (
     "/chat/completions",
+    "/completion",
     "/responses",
     "/input_tokens",
     "/messages",
@@ -140,12 +141,15 @@ class EndpointContext:
         async with exchange.cancelled_on_disconnect():
             return await run_sized(len(data), decode_body, decoder, data)
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether a model that is served now does."""
+        served = (keeper.current for keeper in self.models.keepers)
+        return any(each is not None and each.takes_pictures for each in served)
+
     async def _read_body(self, exchange: Exchange) -> bytes:
         """Return the body without a byte order mark."""
-        served = (keeper.current for keeper in self.models.keepers)
-        has_pictures = exchange.path.endswith(_TAKE_PICTURES) and any(
-            each is not None and each.takes_pictures for each in served
-        )
+        has_pictures = exchange.path.endswith(_TAKE_PICTURES) and self.takes_pictures
         max_bytes = self.limits.body_limit(has_pictures=has_pictures)
         data = await exchange.read_body(max_bytes=max_bytes, timeout_s=_BODY_TIMEOUT_S)
         return data.removeprefix(codecs.BOM_UTF8)

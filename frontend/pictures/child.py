@@ -65,7 +65,7 @@ def _result(job: PictureJob, memory: int) -> PictureResult:
         # Processors raise these for sizes that they cannot use, such as a line of pixels.
         size = f"{image.width} x {image.height}"
         return PictureResult(f"the model's image processor takes no picture of {size}: {error}"[:_MAX_REASON])
-    pixels = _pixels(outputs["pixel_values"])
+    pixels = _pixels(kind.pixels(outputs))
     if pixels.nbytes > job.max_bytes:
         return PictureResult(f"it makes {pixels.nbytes} bytes of pixels; the limit of this model is {job.max_bytes}")
     expansion = kind.expand(outputs, processor, settings, kind.image_token)

@@ -32,13 +32,21 @@ class Family:
     class_name: str
     """Its class without ImageProcessorPil."""
     image_token: str
-    """Also what a template writes for a picture."""
     expand: Callable[[Outputs, Any, Mapping[str, Any], str], Expansion]
     """Arguments: outputs, image processor, settings of the processor's file, image token."""
     arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     """More arguments of the image processor, by the settings of the processor's file."""
     depends_on_others: bool = False
     """A picture alone in a chat is processed differently."""
+    placeholder: str = ""
+    """What a template writes for a picture, if it is not the image token."""
+    pixels: Callable[[Outputs], Any] = lambda outputs: outputs["pixel_values"]
+    """A picture's pixels, also in a batch of one."""
+
+    @property
+    def place(self) -> str:
+        """What a template writes for a picture."""
+        return self.placeholder or self.image_token
 
 
 def _tiled(outputs: Outputs, _: Any, settings: Mapping[str, Any], token: str) -> Expansion:
@@ -119,6 +127,24 @@ def _best_resolution(height: int, width: int, candidates: list[list[int]]) -> tu
     return best[0], best[1]
 
 
+def _gemma3(_: Outputs, __: Any, settings: Mapping[str, Any], token: str) -> Expansion:
+    text = f"\n\n<start_of_image>{token}<end_of_image>\n\n"
+    return Expansion(text, [int(settings.get("image_seq_length", 256))])
+
+
+def _gemma4(outputs: Outputs, _: Any, __: Mapping[str, Any], token: str) -> Expansion:
+    return Expansion(f"<|image>{token}<image|>", [int(outputs["num_soft_tokens_per_image"][0])])
+
+
+def _gemma4_pixels(outputs: Outputs) -> Any:
+    """Put the patches together again: [1, 3, height, width]."""
+    values, places = outputs["pixel_values"][0], outputs["image_position_ids"][0]
+    columns, rows = (int(length) + 1 for length in places.max(axis=0))
+    side = math.isqrt(values.shape[1] // 3)
+    patches = values[: rows * columns].reshape(rows, columns, side, side, 3)
+    return patches.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)
+
+
 def _with_rows(_: Mapping[str, Any]) -> dict[str, Any]:
     return {"return_row_col_info": True}
 
@@ -129,6 +155,15 @@ _QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen)
 FAMILIES = {
     "idefics3": Family("idefics3", "Idefics3", "<image>", _tiled, arguments=_with_rows),
     "smolvlm": Family("smolvlm", "SmolVLM", "<image>", _tiled, arguments=_with_rows),
+    "gemma3": Family(
+        "gemma3",
+        "Gemma3",
+        "<image_soft_token>",
+        _gemma3,
+        arguments=lambda _: {"do_pan_and_scan": False},
+        placeholder="<start_of_image>",
+    ),
+    "gemma4": Family("gemma4", "Gemma4", "<|image|>", _gemma4, pixels=_gemma4_pixels),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
@@ -146,6 +181,7 @@ FAMILIES = {
 
 def family_name(config: Mapping[str, Any]) -> str:
     """Return the name among FAMILIES for config.json: LLaVA's with Pixtral's tower are Pixtral's."""
+    config = config.get("vision_model", config)  # of a GGUF file with its projector
     model_type, vision = str(config.get("model_type")), config.get("vision_config")
     has_pixtral = isinstance(vision, dict) and vision.get("model_type") == "pixtral"
     return "pixtral" if model_type == "llava" and has_pixtral else model_type

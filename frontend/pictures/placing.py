@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from array import array
 from collections.abc import Sequence
@@ -110,12 +111,12 @@ class PictureReader:
         """Check that the template has written a place for each picture. Raises ApiError."""
         if len(parts) > MAX_PICTURES:
             invalid("messages", f"{len(parts)} pictures; the limit is {MAX_PICTURES}")
-        num_places = text.count(self._family.image_token)
+        num_places = text.count(self._family.place)
         if num_places < len(parts):
             message = f"the model's chat template shows {num_places} of {len(parts)} pictures"
             raise ApiError(ErrorKind.TEMPLATE_REFUSED, f"messages: {message}", param="messages")
         if num_places > len(parts):
-            invalid("messages", f"a text contains {self._family.image_token}, which stands for a picture; leave it out")
+            invalid("messages", f"a text contains {self._family.place}, which stands for a picture; leave it out")
 
     async def read(self, parts: Sequence[tuple[str, ContentPart]], tenant: bytes) -> list[ProcessedPicture]:
         """Decode and process pictures. Raises ApiError."""
@@ -134,17 +135,18 @@ class PictureReader:
         return pictures
 
     async def _read(self, path: str, url: str, tenant: bytes, *, is_alone: bool) -> ProcessedPicture:
+        is_sent = url[:5].lower() == "data:"
         with self._workshop.place(path, tenant):
-            encoded = await self._encoded(path, url)
-            max_bytes = self._card.max_picture_bytes
-            job = PictureJob(
-                self._card.model_dir, self._family_name, encoded.media_type, encoded.is_base64, is_alone, max_bytes
-            )
-            return await self._workshop.process(encoded, job, tenant)
+            async with contextlib.nullcontext() if is_sent else self._workshop.fetching(tenant):
+                encoded = await self._encoded(path, url, is_sent=is_sent)
+                max_bytes = self._card.max_picture_bytes
+                job = PictureJob(
+                    self._card.model_dir, self._family_name, encoded.media_type, encoded.is_base64, is_alone, max_bytes
+                )
+                return await self._workshop.process(encoded, job, tenant)
 
-    async def _encoded(self, path: str, url: str) -> EncodedPicture:
-        is_base64 = url[:5].lower() == "data:"
-        if is_base64:
+    async def _encoded(self, path: str, url: str, *, is_sent: bool) -> EncodedPicture:
+        if is_sent:
             head, comma, text = url[5:].partition(",")
             media_type, *options = head.lower().split(";")
             if not comma or "base64" not in options or not text.isascii():
@@ -153,11 +155,11 @@ class PictureReader:
         else:
             data, media_type = await self._workshop.fetch(path, url)
         kind = media_type.partition(";")[0].strip().lower()
-        return EncodedPicture(path, data, is_base64, "" if kind in _ANY_TYPE else kind)
+        return EncodedPicture(path, data, is_sent, "" if kind in _ANY_TYPE else kind)
 
     def expand(self, prompt: MarkedText, pictures: Sequence[ProcessedPicture]) -> MarkedText:
         """Return the prompt's text with what stands for each picture."""
-        first, *others = prompt.text.split(self._family.image_token)
+        first, *others = prompt.text.split(self._family.place)
         pairs = zip(pictures, others, strict=True)
         return replace(prompt, text=first + "".join(picture.result.text + rest for picture, rest in pairs))
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ class PictureWorkshop:
         self._is_ready: asyncio.Task[bytes] | None = None
         """Ends when the child has done its imports."""
         self._places = TenantPlaces(_MAX_WAITING)
-        self._turns = _Turns()
+        self._turns, self._fetching = _Turns(), _Turns()
         self._kept: OrderedDict[bytes, ProcessedPicture] = OrderedDict()
         """The latest results, oldest first: a conversation sends its pictures again with each turn."""
         self._kept_bytes = 0
@@ -98,6 +99,10 @@ class PictureWorkshop:
             yield
         finally:
             self._places.release(tenant)
+
+    def fetching(self, tenant: bytes) -> AbstractAsyncContextManager[None]:
+        """Wait for a turn to fetch a picture and to have it processed: so few fetched files wait to be decoded."""
+        return self._fetching.of(tenant)
 
     async def fetch(self, path: str, url: str) -> tuple[bytes, str]:
         """Return the bytes and the media type of a picture elsewhere. Raises ApiError."""

@@ -100,9 +100,13 @@ def check_completion(body: CompletionBody) -> None:
             invalid(field, "cannot be combined with suffix")
 
 
+MEDIA_MARKER = "<__media__>"
+
+
 class PromptObject(Struct, frozen=True):
     prompt_string: str
-    multimodal_data: Raw = ABSENT
+    multimodal_data: list[str] | None = None
+    """Pictures in base64, for each MEDIA_MARKER in the text."""
 
 
 class ExtraText(Struct, frozen=True):
@@ -147,6 +151,8 @@ class NativeCompletionBody(NativeBody, kw_only=True):
         flat = [item for item in self.prompt if isinstance(item, str | int)]
         if len(flat) == len(self.prompt) and any(isinstance(item, int) for item in flat):
             return [flat]
+        if any(isinstance(item, PromptObject) and item.multimodal_data for item in self.prompt):
+            invalid("prompt.multimodal_data", "not available in a list of prompts; send one prompt")
         prompts = [_segments(item) for item in self.prompt]
         num_choices = len(prompts) * (self.n_cmpl or self.n or 1)
         if num_choices > MAX_CHOICES:
@@ -156,8 +162,6 @@ class NativeCompletionBody(NativeBody, kw_only=True):
 
 def _segments(prompt: str | int | PromptObject | Segments) -> Segments:
     if isinstance(prompt, PromptObject):
-        if bytes(prompt.multimodal_data) not in (b"", b"[]", b"null"):
-            invalid("prompt.multimodal_data", "not supported here; send pictures in a chat")
         return [prompt.prompt_string]
     return prompt if isinstance(prompt, list) else [prompt]
 

@@ -14,7 +14,7 @@ _ALWAYS = "this is always so and needs no option"
 _ONE_GPU = "a model is on one GPU as a whole; --gpu 0,1 runs a replica on each"
 _LORA = "use --lora-modules NAME=DIR for each, or --lora-dir DIR to load them later; requests name one as their model"
 _LORA_LIMITS = "up to 256 adapters of ranks up to 512 need no option; --lora-budget limits those that are loaded later"
-_DRAFTS = "there is no draft model; --speculation guesses tokens from the text itself"
+_DRAFTS = "use --draft-model with a small model of the same family; --speculation guesses from the text itself too"
 _CHOSEN = "the server chooses; no option is needed"
 _REPLICAS = "use --replicas, or --gpu with several devices such as 0,1: each is a replica with all of the model"
 _SAMPLING = "use --default-sampling, or send it with the request"
@@ -119,7 +119,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--max-loras --max-loras-per-batch --max-lora-rank --max-cpu-loras --lora-dtype", _LORA_LIMITS),
     ("--lora-target-modules --lora-backend --lora-extra-vocab-size --fully-sharded-loras", _CHOSEN),
     ("--speculative-config --speculative-model --model-draft -md --speculative-algorithm --draft-max", _DRAFTS),
-    ("--draft-model --num-draft-tokens --lookup-cache-static --lookup-cache-dynamic", _DRAFTS),
+    ("--num-draft-tokens --lookup-cache-static --lookup-cache-dynamic", _DRAFTS),
     ("--limit-mm-per-prompt", "a request has up to 64 pictures; sound and video are refused"),
     ("--mmproj -mm", "pictures need a model in safetensors, which has its tower"),
     ("--media-path --allowed-local-media-path", "no local file is read; send a data URI"),

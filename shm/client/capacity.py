@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.process.admission import DrainRate, Outage, bounded_retry_after_s
@@ -9,8 +10,11 @@ from penstock.shm.client.connection import BackendConnection
 from penstock.shm.client.outbox import Outbox
 from penstock.shm.client.queued_requests import QueuedRequests
 from penstock.shm.client.streams.stream_table import OpenStreams
+from penstock.shm.messages import Finish
 
 HEARTBEAT_LIMIT_S = 2.0
+MAX_WAITING_PIXEL_BYTES = 256 << 20
+"""Of one tenant's requests that the backend has not received. One request alone may have more."""
 _FEW_PART = 8
 """While the wait queue is full, a tenant may still send a request if it has less than an eighth of max_waiting open
 here."""
@@ -21,11 +25,12 @@ class BackendUnavailable(Exception):
 
 
 class Overloaded(Exception):
-    """The backend's wait queue is full. HTTP 429."""
+    """The backend's wait queue is full, or a tenant's pictures wait. HTTP 429."""
 
-    def __init__(self, retry_after_s: int, limit: int) -> None:
+    def __init__(self, retry_after_s: int, limit: int, reason: str = "") -> None:
         """limit is the backend's max_waiting."""
-        super().__init__(f"{limit} requests or more wait in the backend, its limit; retry after {retry_after_s} s")
+        reason = reason or f"{limit} requests or more wait in the backend, its limit"
+        super().__init__(f"{reason}; retry after {retry_after_s} s")
         self.retry_after_s = retry_after_s
         self.limit = limit
 
@@ -86,6 +91,21 @@ class Capacity:
         if is_full and not self._may_be_taken(tenant, max_waiting, may_share=may_share):
             raise Overloaded(self.retry_after_s, max_waiting)
         return True
+
+    def check_pixels(self, tenant: bytes, pixels: Sequence[bytes]) -> None:
+        """Raises Overloaded if the pixels of the tenant's requests that wait here would be too many."""
+        if not pixels:
+            return
+        others = [
+            each
+            for stream in (*self._outbox.streams(), *self._held.streams())
+            if stream.pixels and stream.finish is Finish.NONE and stream.message.tenant == tenant
+            for each in stream.pixels
+        ]
+        sizes = {id(each): len(each) for each in (*others, *pixels)}  # requests with one picture share its bytes
+        if len(sizes) > len(pixels) and sum(sizes.values()) > MAX_WAITING_PIXEL_BYTES:
+            reason = f"pictures with more than {MAX_WAITING_PIXEL_BYTES} bytes of pixels, the limit, would wait"
+            raise Overloaded(self.retry_after_s, MAX_WAITING_PIXEL_BYTES, reason)
 
     def _may_be_taken(self, tenant: bytes, max_waiting: int, *, may_share: bool) -> bool:
         """Whether a backend with a full wait queue should receive the request anyway.

@@ -307,14 +307,14 @@ class BackendClient:
         may_hold, may_share = may_hold and not uses_buffers, request.is_shareable
         has_begun = isinstance(request, PooledRequest) and request.has_begun
         is_ready = self._capacity.check(request.tenant, may_share=may_share, may_hold=may_hold, has_begun=has_begun)
+        self._capacity.check_pixels(request.tenant, request.pixels)
         tokens = request.prompt_tokens()
         message, loans = to_message(self._next_request_id, len(tokens)), {}
         if uses_buffers:
             loans = self._buffers(self._connection.session).lend(request.token_ids, output)
             message = msgspec.structs.replace(message, **loans)
         stream = kind(message, tokens, self._abandon, request.deadline_s, turns=self._turns, group=request.group)
-        stream.loans = list(loans.values())
-        stream.pixels = request.pixels
+        stream.loans, stream.pixels = list(loans.values()), request.pixels
         return self._open(stream, is_ready=is_ready)
 
     def _open(self, stream: StreamT, *, is_ready: bool) -> StreamT:

@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import TypeVar
 
@@ -48,6 +48,11 @@ class Outbox:
 
     def __len__(self) -> int:
         return len(self._items) + len(self._aside)
+
+    def streams(self) -> Iterator[OpenStream]:
+        """Those that wait to be sent, and some that have ended."""
+        yield from self._aside
+        yield from (item for item in self._items if not isinstance(item, tuple))
 
     def submit(self, stream: OpenStream) -> None:
         stream.is_queued = True
@@ -106,9 +111,9 @@ class Outbox:
             or _has_expired(stream)
         ):
             return False
-        if session.has_room(stream.pixels):
+        if session.has_room(stream.message, stream.pixels):
             return False
-        if session.has_room(stream.pixels, when_empty=True):
+        if session.has_room(stream.message, stream.pixels, when_empty=True):
             return True
         num_bytes = sum(map(len, stream.pixels))
         stream.note_failure(FailureCode.BAD_PICTURE, text=f"the pictures have {num_bytes} bytes of pixels: too many")

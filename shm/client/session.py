@@ -6,7 +6,8 @@ import contextlib
 import os
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -52,7 +53,9 @@ class Session:
         self._control = invitation.control
         self._ledger = ledger
         self._refs: dict[int, ArenaRef] = {}  # request id → the slot of its tokens, until the backend has copied them
-        self._pixel_refs: dict[int, list[ArenaRef]] = {}  # request id → the slots of its pictures, until it ends
+        self._digests: dict[int, list[bytes]] = {}  # request id → its pictures, until it ends
+        self._written: dict[bytes, ArenaRef] = {}  # digest → the slots of the pixels, which requests share
+        self._num_users = Counter[bytes]()  # digest → places in requests
         self._credit_batch = max(1, welcome.credit // 4)
         self._credits_owed = 0
         self.buffers: SharedBuffers | None = None
@@ -104,9 +107,11 @@ class Session:
         """Whether this many tokens fit a message or a slot of the arena."""
         return num_tokens <= max(MAX_INLINE_PROMPT_TOKENS, self._arena.capacity_bytes // 4)
 
-    def has_room(self, pixels: Iterable[bytes], *, when_empty: bool = False) -> bool:
+    def has_room(self, message: Generate, pixels: Sequence[bytes], *, when_empty: bool = False) -> bool:
         """Whether `send_prompt` can send these pixels now, or could if it had sent no others."""
-        return self._arena.has_room(map(len, pixels), when_empty=when_empty)
+        sizes = {picture.digest: len(each) for picture, each in zip(message.pictures, pixels, strict=True)}
+        new = [size for digest, size in sizes.items() if when_empty or digest not in self._written]
+        return self._arena.has_room(new, when_empty=when_empty)
 
     def send(self, message: Request) -> bool:
         """Send a whole request: its tokens, if it has any, are in a shared buffer. False while the link is full."""
@@ -133,13 +138,18 @@ class Session:
         return True
 
     def _send_pictures(self, message: Generate, tokens: array[int], pixels: Sequence[bytes]) -> bool:
-        if not self.has_room(pixels):
+        if not self.has_room(message, pixels):
             raise ArenaFull
-        request_id, refs = message.request_id, [self._arena.write_pixels(each) for each in pixels]
-        self._pixel_refs[request_id] = refs
+        request_id = message.request_id
+        for picture, each in zip(message.pictures, pixels, strict=True):
+            if picture.digest not in self._written:
+                self._written[picture.digest] = self._arena.write_pixels(each)
+            self._num_users[picture.digest] += 1
+        self._digests[request_id] = [picture.digest for picture in message.pictures]
         self._ledger.acquire("pixels", (self.epoch, request_id), self.epoch)
-        placed = zip(message.pictures, refs, strict=True)
-        pictures = tuple(msgspec.structs.replace(picture, pixels=ref) for picture, ref in placed)
+        pictures = tuple(
+            msgspec.structs.replace(picture, pixels=self._written[picture.digest]) for picture in message.pictures
+        )
         is_sent = False
         try:
             is_sent = self.send_prompt(msgspec.structs.replace(message, pictures=pictures), tokens)
@@ -150,9 +160,12 @@ class Session:
 
     def free_pixels(self, request_id: int) -> None:
         """Free the slots of the request's pictures, if it has some: it has ended."""
-        if refs := self._pixel_refs.pop(request_id, None):
-            for ref in refs:
-                self._arena.free(ref)
+        if digests := self._digests.pop(request_id, None):
+            self._num_users.subtract(digests)
+            for digest in set(digests):
+                if not self._num_users[digest]:
+                    del self._num_users[digest]
+                    self._arena.free(self._written.pop(digest))
             self._ledger.release("pixels", (self.epoch, request_id))
 
     def send_pools(self, together: Sequence[tuple[Pool, array[int]]]) -> bool:

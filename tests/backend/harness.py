@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.backend.engine.requests.limits import EngineLimits
+from penstock.backend.engine.steps.draft_desk import DraftDesk
+from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.passes.fake import FakePass
@@ -203,6 +205,12 @@ class JudgedExecutor(ThreadlessExecutor):
         self.batches.append(batch)
 
 
+def _served(forward_pass: Any) -> dict[str, Any]:
+    spec = forward_pass.spec
+    tower = forward_pass.picture_tower if spec.max_picture_bytes else None
+    return {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec), "tower": tower}
+
+
 def _adapters(spec: PassSpec) -> dict[str, int]:
     return {f"adapter-{index}": index for index in range(len(spec.adapter_ranks))}
 
@@ -234,6 +242,8 @@ class Bench(EngineRig):
         late_masks: LateMasks | None = None,
         vector_cache: VectorCache | None = None,
         drafting: Drafting | None = None,
+        draft_pass: Any = None,
+        min_chance: float = 0.3,
         make_pictures: Any = lambda _, __: None,
     ) -> None:
         self.vocab_size, self.page_size = vocab_size, page_size
@@ -259,19 +269,23 @@ class Bench(EngineRig):
         self.link = link or ScriptedLink()
         self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
         self.now_s = 0.0
-        served: dict[str, Any] = {"pooled": spec.pooled, "generates": spec.generates, "adapters": _adapters(spec)}
-        served["tower"] = self.forward_pass.picture_tower if spec.max_picture_bytes else None
+        served = _served(self.forward_pass)
         super().__init__(
-            self.link,
-            self.executor,
-            sizes,
-            EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served),
-            self.clock,
+            self.link, self.executor, sizes,
+            EngineLimits(vocab_size, context, max_waiting, priority_step_s, **served), self.clock,
             pool=self.pool,
             grammar_queue=grammar_queue,
             vector_cache=vector_cache,
             make_pictures=make_pictures,
-        )
+        )  # fmt: skip
+        if draft_pass is not None:
+            self.engine.draft_desk = self._make_draft_desk(drafting, draft_pass, min_chance)
+
+    def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float) -> DraftDesk:
+        num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
+        draft_pass.create_cache(num_pages, self.page_size, "fp32")
+        model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
+        return DraftDesk(model, self.executor, drafting, self.scheduler.wanted_guesses, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s

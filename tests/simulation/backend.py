@@ -26,7 +26,7 @@ from penstock.backend.structured_output.grammar_queue import GrammarQueue
 from penstock.shm.memory.board import BackendBoard
 from tests.simulation.chain_pass import PassSizes
 from tests.simulation.device import SimulatedExecutor
-from tests.simulation.drafting import SimulatedDrafting
+from tests.simulation.drafting import make_desk, make_drafting
 from tests.simulation.faults import FaultyBuilder, FaultyDelivery, FaultyIntake, FaultyScheduler
 from tests.simulation.link import SimulatedLink
 from tests.simulation.rules import SimulatedPool
@@ -90,8 +90,10 @@ class Backend:
     def __init__(self, world: World) -> None:
         setup = world.setup
         self.adapters = _loaded_adapters(world)
-        self.forward_pass = setup.model.new_pass(_pass_sizes(setup, self.adapters))
-        self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages)
+        pass_sizes = _pass_sizes(setup, self.adapters)
+        self.forward_pass, drafting = setup.model.new_pass(pass_sizes), make_drafting(world)
+        texts = None if drafting is None else drafting.texts
+        self.link, self.pool = SimulatedLink(world), PagePool(setup.num_pages, setup.num_host_pages, texts=texts)
         self.executor = SimulatedExecutor(world, self.forward_pass, setup.capacity, setup.page_size)
         self.board = BackendBoard.create()
         self.scheduler = FaultyScheduler(
@@ -104,7 +106,7 @@ class Backend:
             setup.num_plans_ahead,
             states=_checkpoints(setup),
             kv_windows=self.forward_pass.spec.kv_windows,
-            drafting=SimulatedDrafting(world, world.more_rng) if setup.has_drafts else None,
+            drafting=drafting,
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         adapters = {name: self.adapters.index(name) for name in self.adapters}
@@ -133,6 +135,7 @@ class Backend:
             self.board,
             world.clock,
         )
+        self.engine.draft_desk = make_desk(world, drafting, pass_sizes, self.executor, self.scheduler)
         self.is_draining, self.num_joined = False, 0
         self.places: dict[Sequence, tuple[float, int, int]] = {}
         """Place of each sequence in the queue by the policy: lower is sooner."""

@@ -49,6 +49,7 @@ class SimulatedExecutor(ThreadlessExecutor):
         self.late_masks = SimulatedLateMasks(world, forward_pass.spec.vocab_size)
         self._launched: deque[tuple[LaunchedStep, Fault | None]] = deque()
         self._before: LaunchedStep | None = None
+        self._work: Callable[[], None] | None = None
         self._finished: tuple[StepResult, list[tuple[Sequence, int]]] | None = None
         """A finished step, and the stop marks that the main thread does not see yet."""
         self._starts_s: deque[float] = deque()
@@ -58,6 +59,11 @@ class SimulatedExecutor(ThreadlessExecutor):
         self.faulty: dict[tuple[Sequence, int], bool] = {}
         """(sequence, generation) → whether its logits were bad (True) or it failed in a step of its own (False). The
         first of the two counts, because it ends the sequence."""
+
+    @property
+    def has_work(self) -> bool:
+        """Work of `call` is not done."""
+        return self._work is not None
 
     def running_s(self) -> float:
         return self._world.now_s - self._starts_s[0] if self._starts_s else 0.0
@@ -74,6 +80,11 @@ class SimulatedExecutor(ThreadlessExecutor):
             self._world.judge.judge_restores(plan.page_restores.get(row.sequence, ()))
         self._world.advance_device()
 
+    def call(self, work: Callable[[], None]) -> None:
+        if self.is_busy or self._work is not None:
+            raise Violation("work beside a step or other work")
+        self._work = work
+
     def results(self) -> list[StepResult]:
         self._world.advance_device()
         return super().results()
@@ -82,7 +93,9 @@ class SimulatedExecutor(ThreadlessExecutor):
         """Advance one of the threads: start a step, finish one, or make a result visible. False if there is nothing to
         do."""
         can_do: list[Callable[[], None]] = []
-        if self._finished is not None:
+        if self._work is not None:
+            can_do.append(self._do_work)
+        elif self._finished is not None:
             can_do.append(self._publish)
         elif self._launched:
             can_do.append(self._finish)
@@ -92,6 +105,11 @@ class SimulatedExecutor(ThreadlessExecutor):
             return False
         (can_do[0] if len(can_do) == 1 else self._world.rng.choice(can_do))()
         return True
+
+    def _do_work(self) -> None:
+        if self._work is not None:
+            self._work()
+            self._work = None
 
     def _catch_up(self) -> None:
         while self._finished is not None or self._launched:

@@ -215,7 +215,7 @@ class Judge:
             raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
         is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running.sequences)
         num_scheduled = backend.scheduler.num_running + backend.scheduler.num_waiting
-        if num_scheduled and not backend.executor.is_busy and not is_awaiting:
+        if num_scheduled and not (backend.executor.is_busy or backend.executor.has_work or is_awaiting):
             raise Violation("there is work, the device is idle, and nothing will wake the loop")
         self._world.covered["planned late"] += backend.engine.plan_due_s is not None
         for (frontend, request_id), opened in backend.link.open.items():

@@ -58,6 +58,7 @@ _MUST_OCCUR = {
     "fault: raise at wait": 50,
     "launched ahead": 1,
     "drafts accepted": 3,
+    "asked the draft model": 10,
     "drafts rejected": 3,
     "awaited for its constraints": 2,
     "grammars compiled": 5,

@@ -116,6 +116,7 @@ class Setup:
     """Each backend has most of them, in its own order."""
     quote_rate: float = 0.0
     has_drafts: bool = False
+    has_draft_model: bool = False
 
     @classmethod
     def draw(cls, rng: Random, seed: int) -> Setup:
@@ -199,6 +200,11 @@ class Setup:
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
         self.has_drafts = seed % 8 in _WITH_DRAFTS
+        self.has_draft_model = seed % 16 == 10 and is_chain
+        if self.has_draft_model:  # it is asked while few run and nothing waits
+            self.max_running = min(self.max_running, 4)
+            self.rates["submit"] *= 0.3
+            self.adapters = self.adapters if seed % 32 == 10 else ()
 
     def _saturate(self, rng: Random, stem: list[int]) -> None:
         """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the

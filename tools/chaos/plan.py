@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import enum
 import random
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,12 +97,15 @@ class Act:
     """A salt of its own: it shares no page with other requests, so that pages must be evicted."""
 
 
-def make_recipes(model: str, vocab_size: int | None, seed: int, count: int) -> list[Recipe]:
+def make_recipes(
+    model: str, vocab_size: int | None, seed: int, count: int, *, takes_pictures: bool = False
+) -> list[Recipe]:
     """At least one recipe of each kind; the same arguments give the same recipes."""
     rng = random.Random(f"recipes {seed}")
     kinds = (
         *(_short, _chat, _seeded, _response, _message, _prompts),
         *(_structured, _short, _chat, _long_prompt, _long_answer, _response, _message),
+        *((_pictures,) * 7 if takes_pictures else ()),
     )
     recipes = []
     for number in range(max(count, len(kinds))):
@@ -166,6 +172,26 @@ def _long_prompt(rng: random.Random, vocab_size: int | None) -> _Drawn:
 
 def _chat(rng: random.Random, _vocab_size: int | None) -> _Drawn:
     return "chat", "/v1/chat/completions", 1, {"messages": _messages(rng), "max_tokens": rng.randint(4, 48)}
+
+
+def _pictures(rng: random.Random, _vocab_size: int | None) -> _Drawn:
+    parts = [{"type": "image_url", "image_url": {"url": _png(rng)}} for _ in range(rng.randint(1, 3))]
+    content = [*parts, {"type": "text", "text": draw_words(rng, rng.randint(2, 20))}]
+    rng.shuffle(content)
+    messages = [{"role": "user", "content": content}]
+    return "pictures", "/v1/chat/completions", 1, {"messages": messages, "max_tokens": rng.randint(4, 48)}
+
+
+def _png(rng: random.Random) -> str:
+    """A data URI of a gray picture of random size and content."""
+    width, height = rng.randint(8, 300), rng.randint(8, 300)
+    rows = b"".join(b"\0" + rng.randbytes(width) for _ in range(height))  # each row begins with its filter, none
+    head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks)).decode()
 
 
 def _seeded(rng: random.Random, _vocab_size: int | None) -> _Drawn:

@@ -175,7 +175,8 @@ class ChaosRun:
             further = [first.id] * (self._plan.num_recipes // 4) + further
             recipes = []
         else:
-            recipes = make_recipes(first.id, first.vocab_size, self._plan.seed, self._plan.num_recipes)
+            shown, plan = "image" in first.input_modalities, self._plan
+            recipes = make_recipes(first.id, first.vocab_size, plan.seed, plan.num_recipes, takes_pictures=shown)
         self._recipes = recipes = recipes + make_further_recipes(further, self._plan.seed)
         answers = await self._ask_all(recipes, is_stream=False)
         self._references = {recipe.name: answer for recipe, answer in zip(recipes, answers, strict=True)}

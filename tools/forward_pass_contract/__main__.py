@@ -16,7 +16,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
-    suites = [Path(__file__).with_name(name) for name in ("test_contract.py", "test_pooling.py", "test_lora.py")]
+    suites = sorted(Path(__file__).parent.glob("test_*.py"))
     # Ignore the pytest configuration and cache of the project in the working directory: they are not for this suite.
     alone = ["-c", os.devnull, f"--rootdir={suites[0].parent}", "-p", "no:cacheprovider"]
     return pytest.main([*alone, *map(str, suites), "--forward-pass", *arguments], plugins=[options])

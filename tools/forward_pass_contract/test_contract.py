@@ -304,38 +304,6 @@ def test_seeded_draw_depends_neither_on_slot_nor_pages_nor_chunks(runner: StepRu
     assert len(drawn) == 1
 
 
-@pytest.mark.parametrize("is_greedy", [True, False])
-def test_drafts_give_the_tokens_of_steps_without_them(runner: StepRunner, *, is_greedy: bool) -> None:
-    """Of each step's drafts another number is right. Penalties count the accepted ones, and no others."""
-    if not runner.forward_pass.spec.verifies_drafts:
-        pytest.skip("this pass verifies no drafts")
-    sampling = GREEDY if is_greedy else SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.6)
-    prompt, num_tokens = runner.random_prompt(11), 14
-    shuffled = runner.rng.permutation(NUM_PAGES).tolist()
-    logits, first = runner.prefill(prompt, shuffled[:20], 1, sampling=sampling)
-    expected, their_logits = [first], [logits]
-    while len(expected) < num_tokens:
-        row = StepRow([FROM_SLOT], len(prompt) + len(expected) - 1, shuffled[:20], 1)
-        logits, tokens = runner.step([row])
-        expected.append(int(tokens[0]))
-        their_logits.append(logits[0])
-    found = [runner.prefill(prompt, shuffled[20:40], 4, sampling=sampling)[1]]
-    vocab_size = runner.forward_pass.spec.vocab_size
-    other, its_pages = runner.random_prompt(9), shuffled[40:60]
-    runner.prefill(other, its_pages, 9)
-    for num_right, num_wrong in ((0, 2), (3, 0), (1, 3), (5, 1)):
-        right = expected[len(found) : len(found) + num_right]
-        drafts = right + [(expected[len(found) + num_right] + n) % vocab_size for n in range(1, 1 + num_wrong)]
-        position = len(prompt) + len(found) - 1
-        mine = StepRow([FROM_SLOT, *drafts], position, shuffled[20:40], 4, num_drafts=len(drafts))
-        logits, tokens = runner.step([mine, StepRow([5], len(other), its_pages, 9)])
-        assert runner.num_accepted == (0, num_right)
-        if not num_wrong:  # these are the logits after the last draft
-            assert np.array_equal(logits[0], their_logits[len(found) + num_right])
-        found += [*right, int(tokens[0])]
-    assert found == expected[: len(found)]
-
-
 def test_dry_keeps_a_token_from_continuing_a_repetition(runner: StepRunner) -> None:
     if not runner.forward_pass.spec.has_llama_cpp_sampling:
         pytest.skip("this pass does not know it")

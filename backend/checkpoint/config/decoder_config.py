@@ -127,6 +127,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """Several residual streams: each layer predicts all, computes the first, and corrects the others by the result
+    (AltUp, arXiv 2301.13310). Beside attention it adds a product of low rank (LAuReL, arXiv 2411.07501)."""
+
+    count: int
+    laurel_rank: int
+    gate_cutoffs: tuple[float | None, ...]
+    """By layer, how many standard deviations above their mean the gates of the MLP must be: what exceeds this is
+    activated, and the others are 0. None: they are as usual."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of a layer's tensors in the checkpoint, without the prefix and without .weight or .bias.
 
@@ -237,8 +249,18 @@ class DecoderConfig:
     """The MLP of these layers has 2 * intermediate_size."""
     layer_input_size: int = 0
     """Each layer adds an input of its own, of this size, that depends on the token (Gemma 3n); 0 for none."""
+    num_layer_inputs: int | None = None
+    """Tokens with such inputs, if not all: the others have those of token 0."""
+    streams: Streams | None = None
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
+    pictures_see_whole: Literal["nowhere", "in windows", "everywhere"] = "nowhere"
+    """Layers, those with a window or all, in which a picture's tokens attend to each other both ways (Gemma 4, 3)."""
+
+    @property
+    def input_rows(self) -> int:
+        """Rows of the table of layers' inputs."""
+        return min(self.num_layer_inputs or self.vocab_size, self.vocab_size)
 
     @property
     def has_own_lm_head(self) -> bool:
@@ -281,6 +303,10 @@ class DecoderConfig:
 
     def window_of_layer(self, index: int) -> int | None:
         return self.layer_window_tokens[index] if self.layer_window_tokens else None
+
+    def sees_whole_pictures(self, index: int) -> bool:
+        where = self.pictures_see_whole
+        return where == "everywhere" or (where == "in windows" and self.window_of_layer(index) is not None)
 
     def has_full_heads(self, index: int) -> bool:
         return self.full_heads is not None and self.window_of_layer(index) is None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         DeltaNet,
         Experts,
         QkNormScope,
+        Streams,
         TensorNames,
     )
 
@@ -38,9 +39,10 @@ LINEARS = (
     *("input_gate", "input_projection", "inputs_table", "inputs_projection"),
 )
 """The fields of LayerWeights that are matrices of linears."""
-DEQUANTIZED = ("delta_gates",)
-"""Fields that checkpoints may quantise and that are never quantised in memory: they decide a state for long."""
-FLOAT_FIELDS = ("delta_bias", "delta_decay")
+DEQUANTIZED = ("delta_gates", "laurel_left", "laurel_right", "streams_in", "streams_out")
+"""Fields that checkpoints may quantise and that are never quantised in memory: they decide a state for long, or are
+small."""
+FLOAT_FIELDS = ("delta_bias", "delta_decay", "stream_router", "stream_norm", "stream_predictions", "stream_corrections")
 """Fields that are read in fp32, whatever the model's dtype."""
 STACKED_IN_PARTS = ("qkv",)
 """Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""
@@ -113,12 +115,32 @@ class LayerWeights(Generic[Matrix]):
     layer_scale: Tensor | None = None
     """[1]"""
     inputs_table: Matrix | None = None
-    """[vocab_size, num_layers * layer_input_size]. The first layer alone has this and the next two: the inputs of all
+    """[input_rows, num_layers * layer_input_size]. The first layer alone has this and the next two: the inputs of all
     layers are computed from them."""
     inputs_projection: Matrix | None = None
     """[num_layers * layer_input_size, hidden_size]"""
     inputs_norm: Tensor | None = None
     """[layer_input_size]"""
+    stream_router: Tensor | None = None
+    """[streams, hidden_size] in models with several residual streams, as the next seven."""
+    stream_norm: Tensor | None = None
+    """[hidden_size]: of the router's inputs."""
+    stream_predictions: Tensor | None = None
+    """[streams * streams, streams]"""
+    stream_corrections: Tensor | None = None
+    """[streams, streams]"""
+    stream_scale: Tensor | None = None
+    """[hidden_size]"""
+    laurel_left: Tensor | None = None
+    """[laurel_rank, hidden_size]"""
+    laurel_right: Tensor | None = None
+    """[hidden_size, laurel_rank]"""
+    laurel_norm: Tensor | None = None
+    """[hidden_size]"""
+    streams_in: Tensor | None = None
+    """[(streams - 1) * hidden_size, hidden_size], in the first layer alone, as the next: what begins the streams after
+    the first, and ends them."""
+    streams_out: Tensor | None = None
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -200,6 +222,8 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
     if experts is not None:
         layout |= _expert_specs(config, experts, prefix)
     layout |= _input_specs(config, prefix, index)
+    if config.streams is not None:
+        layout |= _stream_specs(config, config.streams, prefix, index)
     for field in NORM_FIELDS:
         name: str | None = getattr(names, field)
         if name is not None:
@@ -254,11 +278,32 @@ def _input_specs(config: DecoderConfig, prefix: str, index: int) -> dict[str, tu
         specs["input_norm"] = _norm_specs(config, f"{prefix}post_per_layer_input_norm")
         if index == 0:
             width = size * config.num_layers
-            specs["inputs_table"] = (TensorSpec(INPUT_TABLE, (config.vocab_size, width)),)
+            specs["inputs_table"] = (TensorSpec(INPUT_TABLE, (config.input_rows, width)),)
             specs["inputs_projection"] = _weights("model.", {"per_layer_model_projection": width}, config.hidden_size)
             specs["inputs_norm"] = (TensorSpec("model.per_layer_projection_norm.weight", (size,)),)
     if config.scales_layers:
         specs["layer_scale"] = (TensorSpec(f"{prefix}layer_scalar", (1,)),)
+    return specs
+
+
+def _stream_specs(
+    config: DecoderConfig, streams: Streams, prefix: str, index: int
+) -> dict[str, tuple[TensorSpec, ...]]:
+    hidden, count, rank = config.hidden_size, streams.count, streams.laurel_rank
+    own, laurel = f"{prefix}altup.", f"{prefix}laurel."
+    specs = {
+        "stream_router": _weights(own, {"modality_router": count}, hidden),
+        "stream_norm": _norm_specs(config, f"{own}router_norm"),
+        "stream_predictions": _weights(own, {"prediction_coefs": count * count}, count),
+        "stream_corrections": _weights(own, {"correction_coefs": count}, count),
+        "stream_scale": (TensorSpec(f"{own}correct_output_scale", (hidden,)),),
+        "laurel_left": _weights(laurel, {"linear_left": rank}, hidden),
+        "laurel_right": _weights(laurel, {"linear_right": hidden}, rank),
+        "laurel_norm": _norm_specs(config, f"{laurel}post_laurel_norm"),
+    }
+    if index == 0:
+        for field, name in (("streams_in", "altup_projections"), ("streams_out", "altup_unembed_projections")):
+            specs[field] = _weights("model.", {f"{name}.{i}": hidden for i in range(count - 1)}, hidden)
     return specs
 
 

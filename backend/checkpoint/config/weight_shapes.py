@@ -40,6 +40,9 @@ class PackedShape:
     def flatten(self, _start: int = 0) -> PackedShape:
         return PackedShape((math.prod(self.shape),))
 
+    def chunk(self, count: int) -> list[PackedShape]:
+        return [PackedShape((self.shape[0] // count, *self.shape[1:]))] * count
+
     def t(self) -> PackedShape:
         return PackedShape(self.shape[::-1])
 

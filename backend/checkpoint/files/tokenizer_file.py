@@ -61,6 +61,17 @@ def count_token_ids(model_dir: Path) -> TokenIdCounts | None:
     return TokenIdCounts(highest + 1, max([highest, *(token.id for token in tokenizer.added_tokens)]) + 1)
 
 
+def read_token_ids(model_dir: Path) -> dict[str, int]:
+    """The ids of all tokens by text; without a tokenizer.json empty. Raises StartupError."""
+    path = model_dir / TOKENIZER_FILE
+    if not path.is_file():
+        return {}
+    tokenizer = read_fields(path, _Tokenizer)
+    vocab = tokenizer.model.vocab
+    own = vocab if isinstance(vocab, dict) else {str(entry[0]): token for token, entry in enumerate(vocab)}
+    return own | {token.content: token.id for token in tokenizer.added_tokens}
+
+
 def added_token_ids(model_dir: Path) -> dict[str, int]:
     """The ids of tokens that are not built from others, special or not, by text; without a tokenizer.json empty.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.config.architectures.hf_config import MAX_LAYERS
 from penstock.backend.checkpoint.files.json_file import shorten
-from penstock.backend.checkpoint.gguf.gemma4 import gemma4_settings, proportional_rope
+from penstock.backend.checkpoint.gguf.gemma4 import gemma3n_settings, gemma4_settings, proportional_rope
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class Architecture:
     """No layer has a window if attention.sliding_window is absent."""
     has_layer_sizes: bool = False
     """Layers with and without a window have other sizes (`gemma4_settings`)."""
+    has_streams: bool = False
+    """Several residual streams (`gemma3n_settings`)."""
     wide_layers: int | None = None
     """The number of layers of the model size whose scores are divided by √(hidden_size / heads), not by √head_dim."""
 
@@ -108,6 +110,9 @@ ARCHITECTURES = {
         offset_norms=True,
         windows_need_key=True,
         wide_layers=62,
+    ),
+    "gemma3n": Architecture(
+        "Gemma3nForCausalLM", (*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"), has_streams=True
     ),
     "gemma4": Architecture(
         "Gemma4ForCausalLM", (*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"), has_layer_sizes=True
@@ -210,6 +215,8 @@ def make_config(
         if architecture.has_layer_sizes
         else _sizes(metadata, heads, head_dim, own)
     )
+    if architecture.has_streams:
+        sizes |= gemma3n_settings(metadata, tensors, layers)
     return {
         **own,
         **sizes,

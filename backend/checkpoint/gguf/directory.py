@@ -38,6 +38,7 @@ from penstock.backend.checkpoint.gguf.encoders import (
 from penstock.backend.checkpoint.gguf.header import GgufHeader, GgufTensor, open_tensors, read_header
 from penstock.backend.checkpoint.gguf.metadata import Metadata
 from penstock.backend.checkpoint.gguf.names import GgufNames
+from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, find_projector, read_projector
 from penstock.backend.checkpoint.gguf.tokenizer import GgufTokenizer, check_tokenizer
 from penstock.backend.errors import StartupError
 from penstock.process.private_directory import UnsafeDirectory
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "10"
+FORMAT = "11"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -65,12 +66,15 @@ _CONVOLUTION = "conv1d.weight"
 """[channels, width] in GGUF files, and [channels, 1, width] elsewhere."""
 
 
-def gguf_directory(path: Path) -> Path:
-    """The directory for a file, or for the first of its shards. Raises StartupError naming the file."""
+def gguf_directory(path: Path, projector: Path | None = None) -> Path:
+    """The directory for a file, or for the first of its shards, and the projector of its pictures, by default the one
+    beside it. Raises StartupError naming the file."""
     try:
         # In the hub's cache a file is a link to one without a name; only its directory may be resolved.
         paths = _shards(path.parent.resolve() / path.name)
-        return cached_directory("gguf", path.stem, paths, FORMAT, partial(_write, paths=paths))
+        projector = find_projector(paths[0]) if projector is None else projector.resolve()
+        files = paths if projector is None else [*paths, projector]
+        return cached_directory("gguf", path.stem, files, FORMAT, partial(_write, paths=paths, projector=projector))
     except (OSError, UnsafeDirectory) as error:
         raise StartupError(f"the configuration of {path} cannot be read or kept: {error}") from None
 
@@ -118,8 +122,15 @@ def _shards(path: Path) -> list[Path]:
     return [path.with_name(f"{match['stem']}-{i:05}-of-{count:05}{GGUF_SUFFIX}") for i in range(1, count + 1)]
 
 
-def _write(directory: Path, paths: list[Path]) -> None:
-    for name, text in _contents([read_header(path) for path in paths]).items():
+def _write(directory: Path, paths: list[Path], projector: Path | None) -> None:
+    contents = _contents([read_header(path) for path in paths])
+    if projector is not None:
+        config = json.loads(contents[CONFIG_FILE])
+        own = read_projector(projector, config["hidden_size"])
+        contents |= own.files | {CONFIG_FILE: json.dumps(config | own.config, indent=1)}
+        (directory / PROJECTOR_FILE).parent.mkdir(mode=0o700)
+        (directory / PROJECTOR_FILE).symlink_to(projector)
+    for name, text in contents.items():
         (directory / name).parent.mkdir(mode=0o700, exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     for number, path in enumerate(paths, 1):
@@ -163,16 +174,17 @@ def _decoder_config(
     config = _without_nulls(make_config(metadata, tensors, factors)) | labels | {"eos_token_id": ends}
     decoder = parse_decoder_config(config)
     others = factors.keys() | ({ANSWER_HEAD} if labels else set())
-    others |= {name for name in tensors if name.startswith(_later_layers(decoder, metadata.required("block_count")))}
+    others |= {name for name in tensors if name.startswith(_unused_tensors(decoder, metadata.required("block_count")))}
     _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - others}, decoder)
     return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
 
 
-def _later_layers(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
-    """Beginnings of the names of layers that predict further tokens."""
-    return tuple(
-        f"blk.{index}." for index in range(decoder.num_layers, min(count, decoder.num_layers + _MAX_MTP_LAYERS))
-    )
+def _unused_tensors(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
+    """Beginnings of the names of layers that predict further tokens, and of keys and values where others' are used."""
+    layers = decoder.num_layers
+    later = (f"blk.{index}." for index in range(layers, min(count, layers + _MAX_MTP_LAYERS)))
+    shared = range(layers - decoder.num_shared_layers, layers)
+    return (*later, *(f"blk.{index}.attn_{part}" for index in shared for part in ("k.", "k_norm.", "v.")))
 
 
 def _without_nulls(config: dict[str, Any]) -> dict[str, Any]:

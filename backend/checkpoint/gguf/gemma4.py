@@ -1,15 +1,17 @@
-"""Keys of config.json of Gemma 4, whose layers differ in size, from a GGUF file's metadata."""
+"""Keys of config.json of Gemma 3n and 4, whose layers differ, from a GGUF file's metadata."""
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
+    from penstock.backend.checkpoint.gguf.header import GgufTensor
     from penstock.backend.checkpoint.gguf.metadata import Metadata
 
 _NEVER = 1e29
@@ -54,6 +56,23 @@ def gemma4_settings(
         "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in tensors for index in full),
         "vocab_size_per_layer_input": vocab_size,
         "hidden_size_per_layer_input": metadata.own("embedding_length_per_layer_input", int) or 0,
+    }
+
+
+def gemma3n_settings(metadata: Metadata, tensors: Mapping[str, GgufTensor], layers: int) -> dict[str, Any]:
+    """Raises StartupError naming the key or the tensor."""
+    table, left = (tensors.get(name) for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"))
+    if table is None or left is None:
+        raise StartupError("tensor per_layer_token_embd.weight or blk.0.laurel_l.weight is missing")
+    cutoffs = metadata.numbers("activation_sparsity_scale", layers)
+    return {
+        "altup_num_inputs": metadata.required("altup.num_inputs"),
+        "altup_active_idx": metadata.own("altup.active_idx", int) or 0,
+        "laurel_rank": left.shape[0],
+        "activation_sparsity_pattern": [NormalDist().cdf(cutoff) for cutoff in cutoffs],
+        "num_kv_shared_layers": metadata.own("attention.shared_kv_layers", int) or 0,
+        "hidden_size_per_layer_input": metadata.required("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": table.shape[0],
     }
 
 

@@ -68,9 +68,9 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
 
-def read_header(path: Path) -> GgufHeader:
+def read_header(path: Path, *, keeps_arrays: bool = True) -> GgufHeader:
     """Raises StartupError naming the key or tensor, what was expected and what was found."""
-    return _read(path, keeps_arrays=True)
+    return _read(path, keeps_arrays=keeps_arrays)
 
 
 def open_tensors(path: Path) -> TensorFile:

@@ -49,7 +49,7 @@ class Metadata:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise StartupError(f"{key} is {shorten(value)}; expected {kind.__name__}")
         return value
 
@@ -91,6 +91,13 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
         return value
 
+    def floats(self, key: str, count: int) -> list[float]:
+        self._read.add(self.prefix + key)
+        values = self._values.get(self.prefix + key)
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(each, float) for each in values):
+            raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
+        return values
+
     def interval_or_flags(self, key: str) -> int | list[bool] | None:
         """Read a number, or a flag for each layer."""
         self._read.add(self.prefix + key)
@@ -98,6 +105,14 @@ class Metadata:
         if isinstance(value, list) and all(item in (0, 1) for item in value):
             return [bool(item) for item in value]
         return self.own(key, int)
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        """Read a number for each layer; infinite ones too."""
+        self._read.add(self.prefix + key)
+        values = self._values.get(self.prefix + key)
+        if not isinstance(values, list) or len(values) != count or not all(isinstance(item, float) for item in values):
+            raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
+        return values
 
     def integers(self, key: str, count: int) -> list[int]:
         """Read a number, or flag, for each layer; one number is that of all."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _OTHER_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
     "ssm_dt.bias": "linear_attn.dt_bias",
@@ -76,6 +77,13 @@ class GgufNames:
             "inp_gate": "per_layer_input_gate",
             "proj": "per_layer_projection",
             "post_norm": "post_per_layer_input_norm",
+            "altup_router": "altup.modality_router",
+            "altup_router_norm": "altup.router_norm",
+            "altup_predict_coef": "altup.prediction_coefs",
+            "altup_correct_coef": "altup.correction_coefs",
+            "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right",
+            "laurel_post_norm": "laurel.post_laurel_norm",
             "ffn_gate_inp_shexp": names.shared_gate,
             "ffn_gate_shexp": f"{names.shared_expert}.{gate}",
             "ffn_up_shexp": f"{names.shared_expert}.{up}",
@@ -88,6 +96,8 @@ class GgufNames:
             "per_layer_token_embd": "model.embed_tokens_per_layer",
             "per_layer_model_proj": "model.per_layer_model_projection",
             "per_layer_proj_norm": "model.per_layer_projection_norm",
+            "altup_proj": "model.altup_projections.{}",
+            "altup_unembd_proj": "model.altup_unembed_projections.{}",
             "cls.output": "score",
         }
         return cls(outside, "model.layers.{}.", modules)
@@ -114,13 +124,13 @@ class GgufNames:
         return cls({**outside, **heads}, names.layer, modules)
 
     def hf_names(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """The names in a checkpoint: one, or one for each expert if the tensor has all experts.
+        """The names in a checkpoint: one, or one for each expert if the tensor has all experts. So with other matrices.
 
         Empty for a tensor that no model of the architecture has.
         """
         stem, _, kind = name.rpartition(".")
         if kind in _KINDS and stem in self.outside:
-            return [f"{self.outside[stem]}.{kind}"]
+            return [f"{module}.{kind}" for module in _of_each(self.outside[stem], shape)]
         match = _LAYER.fullmatch(name)
         if match is None:
             return []
@@ -130,5 +140,8 @@ class GgufNames:
         module = self.modules.get(stem)
         if module is None:
             return []
-        experts = range(shape[0]) if "{}" in module else range(1)
-        return [f"{layer}{module.format(i)}.{kind}" for i in experts]
+        return [f"{layer}{own}.{kind}" for own in _of_each(module, shape)]
+
+
+def _of_each(module: str, shape: tuple[int, ...]) -> list[str]:
+    return [module.format(i) for i in range(shape[0])] if "{}" in module else [module]

@@ -65,6 +65,15 @@ def find_gguf_models(sizes: Mapping[str, int]) -> list[GgufModel]:
     return [GgufModel(tuple(names), sum(sizes[name] for name in names)) for names in shards.values()]
 
 
+def find_projectors(sizes: Mapping[str, int]) -> list[str]:
+    """Return the files of vision parts among files, the preferred first: the smallest that is not quantised."""
+
+    def key(name: str) -> tuple[bool, int]:
+        return _TYPE.findall(name)[-1:] not in (["F16"], ["BF16"], ["f16"], ["bf16"]), sizes[name]
+
+    return sorted((name for name in sizes if name.endswith(GGUF_SUFFIX) and "mmproj" in name.lower()), key=key)
+
+
 def choose_gguf(models: list[GgufModel], tag: str | None, where: str) -> GgufModel:
     """Return the model that tag names, by quantisation or file; without one the preferred. Raises StartupError."""
     if tag is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.backend.engine.pictures.tower_thread import BadPixels, Encoding, EncodingCancelled
+from penstock.backend.engine.pictures.tower_thread import BadPixels, Encoding, EncodingCancelled, TowerThread
 from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.sequences.pictures import PictureCache, SequencePictures
@@ -53,9 +53,17 @@ class PictureDesk:
     """
 
     def __init__(
-        self, thread: ITowerThread, cache: PictureCache, row_bytes: int, awaited: AwaitedPictures, delivery: IDelivery
+        self,
+        thread: ITowerThread,
+        cache: PictureCache,
+        row_bytes: int,
+        awaited: AwaitedPictures,
+        delivery: IDelivery,
+        *,
+        sees_whole: bool = False,
     ) -> None:
-        """row_bytes: of the embedding of one token."""
+        """row_bytes: of the embedding of one token. sees_whole: see `SequencePictures`."""
+        self._sees_whole = sees_whole
         self._awaited = awaited
         self._delivery = delivery
         self._thread = thread
@@ -67,7 +75,9 @@ class PictureDesk:
 
     def pictures_of(self, message: Generate) -> SequencePictures | None:
         """For a new sequence. Its tokens and pictures have been checked."""
-        return SequencePictures(message.pictures, message.salt, self._cache) if message.pictures else None
+        if not message.pictures:
+            return None
+        return SequencePictures(message.pictures, message.salt, self._cache, sees_whole=self._sees_whole)
 
     def take_results(self) -> None:
         """Give the result of the last encoding to the sequences that need it. Call it before each plan."""
@@ -127,10 +137,11 @@ def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encod
 
 
 def make_picture_desk(
-    thread: ITowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: IDelivery
+    thread: TowerThread | None, spec: PassSpec, scheduler: ISequenceScheduler, delivery: IDelivery
 ) -> PictureDesk | None:
     """None for a model that takes no pictures."""
     if thread is None or not isinstance(scheduler, Scheduler):
         return None
-    row_bytes = 4 * spec.embedding_size
-    return PictureDesk(thread, PictureCache(PICTURE_CACHE_BYTES), row_bytes, scheduler.pictures, delivery)
+    row_bytes = 4 * thread.tower.embedding_size
+    cache, sees_whole = PictureCache(PICTURE_CACHE_BYTES), spec.whole_picture_tokens > 0
+    return PictureDesk(thread, cache, row_bytes, scheduler.pictures, delivery, sees_whole=sees_whole)

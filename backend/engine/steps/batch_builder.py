@@ -76,6 +76,7 @@ class BatchBuilder:
         np.cumsum(lengths, out=query_starts[1:])
         input_ids = np.full(query_starts[-1], FROM_SLOT, np.int32)
         embeddings: list[EmbeddedTokens] = []
+        spans: list[tuple[int, int, int]] = []
         for index in range(plan.num_decodes, len(plan)):
             sequence, end = plan.sequences[index], plan.ends[index]
             if drafts and drafts[index]:
@@ -84,15 +85,19 @@ class BatchBuilder:
             start = end - plan.lengths[index]
             input_ids[query_starts[index] : query_starts[index + 1]] = sequence.tokens[start:end]
             if sequence.pictures is not None:
-                found = sequence.pictures.rows_of(start, end)
-                embeddings += [EmbeddedTokens(int(query_starts[index]) + token - start, rows) for token, rows in found]
+                for token, values, span_end in sequence.pictures.rows_of(start, end):
+                    first = int(query_starts[index]) + token - start
+                    embeddings.append(EmbeddedTokens(first, values))
+                    if sequence.pictures.sees_whole:
+                        spans.append((first, first + values.num_rows, span_end))
             if sequence.embeddings is not None and start < sequence.num_prompt_tokens:
                 rows = SharedPromptRows(sequence.embeddings, start, min(end, sequence.num_prompt_tokens) - start)
                 embeddings.append(EmbeddedTokens(int(query_starts[index]), rows))
+        context_lens = _column(plan.ends) + num_drafts - lengths
         return StepBatch(
             input_ids=without_picture_ids(input_ids) if embeddings else input_ids,
             query_starts=query_starts,
-            context_lens=_column(plan.ends) + num_drafts - lengths,
+            context_lens=context_lens,
             page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=_column(plan.logit_rows),
@@ -106,6 +111,7 @@ class BatchBuilder:
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
             adapters=self._adapters_of(slots),
             drafts=num_drafts[plan.logit_rows] if drafts else None,
+            visible_ends=_visible_ends(query_starts, context_lens, spans) if spans else None,
         )
 
     def _build_decodes(self, plan: Plan) -> StepBatch:
@@ -149,6 +155,17 @@ def _unless_none(adapters: NDArray[np.int32]) -> NDArray[np.int32] | None:
 
 def _column(values: list[int] | list[int | None]) -> NDArray[np.int32]:
     return np.fromiter(values, np.int32, len(values))  # a third quicker than np.array
+
+
+def _visible_ends(
+    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], spans: list[tuple[int, int, int]]
+) -> NDArray[np.int32]:
+    """spans: the first token, the token behind the last, and what they see up to."""
+    own = np.arange(1, query_starts[-1] + 1, dtype=np.int32)
+    ends: NDArray[np.int32] = own + np.repeat(context_lens - query_starts[:-1], np.diff(query_starts))
+    for first, end, visible_end in spans:
+        ends[first:end] = visible_end
+    return ends
 
 
 def _slot_init(sequence: Sequence) -> SlotInit:
@@ -218,6 +235,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         pooled=_pooled_rows(plan) if plan.pooled_rows else None,
         adapters=None if batch.adapters is None else _unless_none(batch.adapters[rows]),
         drafts=batch.drafts[is_kept] if batch.drafts is not None and plan.drafts else None,
+        visible_ends=None if batch.visible_ends is None else batch.visible_ends[token_kept],
     )
 
 

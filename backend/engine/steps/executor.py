@@ -46,6 +46,7 @@ class Executor:
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._step_starts_s: deque[float] = deque()
         """Start times of the launched steps that are not finished."""
+        self._call_began_s: float | None = None
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
         self._pass: IBatchedForwardPass | None = None
@@ -75,7 +76,9 @@ class Executor:
         return self._num_in_flight > 0
 
     def running_s(self) -> float:
-        """Seconds since the running step began; 0 when none runs."""
+        """Seconds since the running step, or work of `call`, began; 0 when none runs."""
+        if (began_s := self._call_began_s) is not None:
+            return time.monotonic() - began_s
         try:
             return time.monotonic() - self._step_starts_s[0]
         except IndexError:
@@ -158,7 +161,10 @@ class Executor:
         late_masks = LateMasks(forward_pass.spec.vocab_size, self.wake)
         while (planned := self._plans.get()) is not None:
             if callable(planned):
-                planned()
+                with self._turns:
+                    self._call_began_s = time.monotonic()
+                    planned()
+                    self._call_began_s = None
             elif not self._closing:
                 runs_ahead = forward_pass.spec.runs_ahead
                 with self._turns:

@@ -20,6 +20,8 @@ def unsupported_by_kernels(config: DecoderConfig) -> str | None:
         for name, width in (("width", config.experts.width), ("shared_width", config.experts.shared_width or 0)):
             if width % 2:
                 return f"experts of an odd {name}, {width}"
+    if config.streams is not None and config.streams.laurel_rank % 2:
+        return f"an odd laurel_rank, {config.streams.laurel_rank}"
     net = config.delta_net
     if net is not None and (net.key_dim % 16 or net.value_dim % 16):
         return f"a delta rule's heads of {net.key_dim} and {net.value_dim}; they have multiples of 16"

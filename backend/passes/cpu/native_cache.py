@@ -72,6 +72,7 @@ class NativeCache:
                 key_rope=key_rope,
                 has_other_heads=layer.has_full_heads,
                 stores=layer.source is None,
+                sees_ahead=layer.sees_ahead,
             )
         return ctypes.addressof(struct)
 

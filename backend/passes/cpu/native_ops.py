@@ -35,6 +35,7 @@ from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.native_side import NativeSideOps
+from penstock.backend.passes.cpu.native_streams import NativeStreamOps
 from penstock.backend.passes.cpu.step_queue import ComputedStep, StepQueue, describe_rows
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
@@ -156,17 +157,28 @@ class NativeOps:
         norms = config.names.attention_output_norm, config.names.mlp_output_norm
         added = () if norms == (None, None) else (self._added,)
         buffers = (self._residual, self._hidden, self._qkv, self._attended, self._gated, self._router_logits)
-        self.side: NativeSideOps | None = None
-        if config.layer_input_size or config.has_experts_beside:
-            parts = (self._do, self._linear, self.norm, self._add_norm)
-            self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
-        self.delta_net: NativeDeltaNetOps | None = None
-        if (net := config.delta_net) is not None:
-            self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
-        others = [buffer for ops in (self.side, self.delta_net) if ops is not None for buffer in ops.buffers]
+        others = self._create_parts(config, dtype)
         self._activations = (*buffers, *added, *others)
         for buffer in self._activations:
             buffer.reserve(max_batch_tokens)
+
+    def _create_parts(self, config: DecoderConfig, dtype: Dtype) -> list[Buffer]:
+        """Create the operations that only some models need. Returns their buffers."""
+        buffers: list[Buffer] = []
+        self.side: NativeSideOps | None = None
+        parts = (self._do, self._linear, self.norm, self._add_norm)
+        if config.layer_input_size or config.has_experts_beside:
+            self.side = NativeSideOps(config, self.weights, dtype, *parts, lambda: self.experts)
+            buffers += self.side.buffers
+        if config.streams is not None and self.side is not None:
+            streams = NativeStreamOps(config, config.streams, self.weights, dtype, self.side, self._gated, *parts)
+            self.side.streams = streams
+            buffers += streams.buffers
+        self.delta_net: NativeDeltaNetOps | None = None
+        if (net := config.delta_net) is not None:
+            self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
+            buffers += self.delta_net.buffers
+        return buffers
 
     @property
     def experts(self) -> NativeExpertOps | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.passes.cpu.native_experts import NativeExpertOps
     from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
-    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput
+    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
 
 
 class NativeSideOps:
@@ -47,7 +47,10 @@ class NativeSideOps:
         self._do, self._linear, self._norm, self._add_norm = do, linear, norm, add_norm
         self._projection: PackedLinear | None = None
         self._projection_scale = config.hidden_size**-0.5
-        self._struct = LayerInputs(width=size, num_layers=config.num_layers, scale=dtype.round(size**0.5))
+        self._struct = LayerInputs(
+            width=size, num_layers=config.num_layers, num_ids=config.input_rows, scale=dtype.round(size**0.5)
+        )
+        self.streams: StreamOps | None = None
         self._owners: tuple[object, ...] = ()
         """Of the memory that the struct points to."""
         self._inputs, self._gates = Buffer(config.num_layers * size, Dtype.FP32), Buffer(size, dtype)
@@ -67,13 +70,15 @@ class NativeSideOps:
         out = self._linear(x, self._projection, self._inputs.address, LinearOutput.STORE_FLOAT)
         self._do(OperationKind.LAYER_INPUTS, ctypes.addressof(self._struct), None, out)
 
-    def add_input(self, index: int, layer: LayerInput, residual: int, step: object) -> None:  # noqa: ARG002 - as above
+    def add_input(self, index: int, layer: LayerInput, residual: int, step: object) -> None:
+        self._add_norm(self.input_of(index, layer, residual, step), layer.norm, residual)
+
+    def input_of(self, index: int, layer: LayerInput, residual: int, step: object) -> int:  # noqa: ARG002 - as above
         x = self._norm(residual, None)
         gates = self._linear(x, layer.gate, self._gates.address, LinearOutput.GELU)
         struct = ctypes.addressof(self._struct)
         self._do(OperationKind.WEIGHT_BY_INPUT, struct, self._inputs.address, gates, index)
-        added = self._linear(gates, layer.projection, self._results.address, LinearOutput.STORE_FLOAT)
-        self._add_norm(added, layer.norm, residual)
+        return self._linear(gates, layer.projection, self._results.address, LinearOutput.STORE_FLOAT)
 
     def add_experts(
         self, mixed: int, down: PackedLinear, experts: PackedExperts, norms: BesideNorms, residual: int

@@ -34,12 +34,14 @@ def describe_rows(
     rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
     adapters = () if batch.adapters is None else (batch.adapters,)
     rows.has_adapters = len(adapters)
+    ends = () if batch.visible_ends is None else (batch.visible_ends,)
+    rows.has_ends = len(ends)
     rows.rope = rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).ctypes.data
     rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
     rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], len(batch.logit_rows)
     return (
         *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
-        *(*verified, *scored, *adapters),
+        *(*verified, *scored, *adapters, *ends),
     )
 
 

@@ -24,7 +24,8 @@ from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.copied_states import CopiedStates
-from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, CpuOps
+from penstock.backend.passes.ops.cpu_interface import CpuOps
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
 from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory

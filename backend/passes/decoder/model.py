@@ -19,6 +19,7 @@ from penstock.backend.passes.decoder.packing import (
     pack_layer,
     pack_norm,
     side_ops,
+    stream_ops,
 )
 from penstock.backend.passes.decoder.row_orders import (
     rotate_half_order,
@@ -107,6 +108,8 @@ class DecoderModel:
         residual = self._ops.embed(self._embedding, step)
         if self._config.layer_input_size:
             side_ops(self._ops).begin_inputs(residual, step)
+        if self._config.streams is not None:
+            stream_ops(self._ops).begin(residual, step)
         *layers, last = self._layers[: self._num_stored]
         for layer in layers:
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
@@ -122,6 +125,8 @@ class DecoderModel:
         self._attend_and_mix(last, qkv, residual, step)
         for layer in shared:
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
+        if self._config.streams is not None:
+            stream_ops(ops).end(residual, step)
         self.normed = ops.final_norm(residual, self._final_norm)
         if self._lm_head is None:
             return None
@@ -133,6 +138,8 @@ class DecoderModel:
 
     def _project(self, layer: Layer, residual: Array, step: Step) -> Array:
         ops = self._ops
+        if layer.streams is not None:
+            stream_ops(ops).predict(layer.streams, residual, step)
         x = ops.norm(residual, layer.attention_norm)
         qkv = ops.linear(x, layer.qkv)
         if layer.attention is None:
@@ -154,6 +161,8 @@ class DecoderModel:
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
             self._add_mixed(layer, mixed, residual, step)
         else:
+            if layer.laurel is not None:
+                stream_ops(ops).add_laurel(layer.laurel, residual)
             ops.linear_add(attended, layer.output, residual, layer.output_norm)
             self._add_mlp(layer, residual, step)
 
@@ -170,13 +179,19 @@ class DecoderModel:
             side_ops(ops).add_experts(mixed, layer.mlp.down, layer.experts, layer.beside, residual)
         elif layer.mlp is not None:
             ops.linear_add(mixed, layer.mlp.down, residual, layer.mlp.output_norm)
-        if layer.input is not None and layer.attention is not None:
+        if layer.input is None or layer.attention is None:
+            return
+        if layer.streams is not None:
+            stream_ops(ops).correct(layer.streams, layer.attention.index, layer.input, residual, step)
+        else:
             side_ops(ops).add_input(layer.attention.index, layer.input, residual, step)
 
     def _mix(self, mlp: Mlp | None, x: Array) -> Array | None:
         """Return the input of the MLP's down product."""
         if mlp is None:
             return None
+        if mlp.cutoff is not None:
+            return stream_ops(self._ops).cut_linear(x, mlp.gate_up, mlp.cutoff)
         mixed = self._ops.activated_linear(x, mlp.gate_up)
         if mlp.gate is not None:
             expert_ops(self._ops).weight_by_sigmoid(x, mlp.gate, mixed)

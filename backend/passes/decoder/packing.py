@@ -29,10 +29,13 @@ from penstock.backend.passes.ops.interface import (
     ExpertOps,
     Experts,
     ExpertWeights,
+    Laurel,
     LayerInput,
     Linear,
     Ops,
     SideOps,
+    StreamOps,
+    StreamWeights,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +62,9 @@ class Layer:
     beside: BesideNorms | None
     """If the experts are beside the MLP."""
     input: LayerInput | None
+    streams: Any
+    """The operations' own form of its part in several residual streams; None if there is one."""
+    laurel: Laurel | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class Mlp:
     output_norm: Array | None
     gate: Linear | None
     """Weights a shared expert."""
+    cutoff: float | None
+    """As in `Streams.gate_cutoffs`."""
 
 
 def pack_head(config: DecoderConfig, ops: Ops, weight: Tensor | QuantizedWeight | None) -> Linear | None:
@@ -96,6 +104,13 @@ def side_ops(ops: Ops) -> SideOps:
     return ops.side
 
 
+def stream_ops(ops: Ops) -> StreamOps:
+    streams = side_ops(ops).streams
+    if streams is None:
+        raise ValueError("these operations have none for several residual streams")
+    return streams
+
+
 class _Unpacked:
     """A layer's weights, each for a single use: a matrix is freed when it is packed, not with its layer."""
 
@@ -122,12 +137,19 @@ def pack_layer(
     scale, net = config.scales.residual, config.delta_net_of_layer(index)
     if plain.has("inputs_table"):
         side_ops(ops).pack_inputs(*map(plain.take, ("inputs_table", "inputs_projection", "inputs_norm")))
+    if plain.has("streams_in"):
+        stream_ops(ops).pack_ends(plain.take("streams_in"), plain.take("streams_out"))
     of_input, factor = plain.has("input_norm"), plain.take("layer_scale")
     last_norm = "input_norm" if of_input else "mlp_output_norm"
     packed = {
         field: pack_norm(config, ops, plain.take(field), factor if field == last_norm else None)
         for field in (*NORM_FIELDS, "input_norm")
+        if field != "attention_output_norm"
     }
+    has_streams, norm = config.streams is not None, plain.take("attention_output_norm")
+    if has_streams:  # the sum of attention, LAuReL's product and the residual is divided by √2
+        norm = _join(norm, PackedShape((1,)) if isinstance(norm, PackedShape) else torch.full((1,), 0.5**0.5))
+    packed["attention_output_norm"] = pack_norm(config, ops, norm)
     return Layer(
         attention=_pack_attention(config, ops, plain, index, place) if net is None else None,
         delta_net=None if net is None else _pack_delta_net(config, net, ops, plain),
@@ -136,10 +158,12 @@ def pack_layer(
         output=ops.pack_linear(plain.take("o"), plain.take("o_bias"), scale),
         output_norm=packed["attention_output_norm"],
         mlp_norm=packed["mlp_norm"],
-        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"]),
+        mlp=_pack_mlp(config, ops, plain, packed["mlp_output_norm"], index),
         experts=_pack_experts(ops, plain, scale),
         beside=_pack_beside(config, ops, plain, packed["mlp_output_norm"]) if plain.has("expert_norm") else None,
         input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
+        streams=_pack_streams(config, ops, plain) if has_streams else None,
+        laurel=_pack_laurel(ops, plain, packed["attention_norm"]) if has_streams else None,
     )
 
 
@@ -164,6 +188,7 @@ def _pack_attention(
         v_norm=ops.vector(q_norm.new_ones(config.heads_of_layer(index)[1])) if config.norms_values else None,
         has_full_heads=config.has_full_heads(index),
         source=None if source == index else source,
+        sees_ahead=config.sees_whole_pictures(index),
     )
 
 
@@ -192,19 +217,32 @@ def _pack_input(ops: Ops, plain: _Unpacked, norm: Array) -> LayerInput:
     return LayerInput(gate, projection, norm)
 
 
+def _pack_streams(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Any:
+    router = plain.take("stream_router") * plain.take("stream_norm") * (1 / config.hidden_size)
+    others = map(plain.take, ("stream_predictions", "stream_corrections", "stream_scale"))
+    return stream_ops(ops).pack(StreamWeights(router, *others))
+
+
+def _pack_laurel(ops: Ops, plain: _Unpacked, input_norm: Array) -> Laurel:
+    left, right = (ops.pack_linear(plain.take(f"laurel_{side}"), None) for side in ("left", "right"))
+    return Laurel(input_norm, left, right, ops.vector(plain.take("laurel_norm")))
+
+
 def _pack_qkv(ops: Ops, plain: _Unpacked, order: NDArray[np.int64] | None) -> Linear:
     return ops.pack_linear(_take_rows(plain.take("qkv"), order), _take_rows(plain.take("qkv_bias"), order))
 
 
-def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None) -> Mlp | None:
+def _pack_mlp(config: DecoderConfig, ops: Ops, plain: _Unpacked, output_norm: Array | None, index: int) -> Mlp | None:
     if not (plain.has("gate_up") and plain.has("down")):
         return None
-    gate = plain.take("shared_gate")
+    gate, cutoff = plain.take("shared_gate"), None if config.streams is None else config.streams.gate_cutoffs[index]
+    is_gated = config.mlp == "gated" and cutoff is None
     return Mlp(
-        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=config.mlp == "gated"),
+        gate_up=ops.pack_linear(plain.take("gate_up"), plain.take("gate_up_bias"), is_gated=is_gated),
         down=ops.pack_linear(plain.take("down"), plain.take("down_bias"), config.scales.residual),
         output_norm=output_norm,
         gate=None if gate is None else ops.pack_linear(gate, None),
+        cutoff=cutoff,
     )
 
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
     from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
-    from penstock.backend.passes.ops.interface import CpuOps, Weights
+    from penstock.backend.passes.ops.cpu_interface import CpuOps
+    from penstock.backend.passes.ops.interface import Weights
 
 
 class PooledDecoderPass(CpuDecoderPass):

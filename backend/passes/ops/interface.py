@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.tensors import LayerWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.dtypes import Dtype
-    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
-    from penstock.backend.sampling.sampler import IRowSampler
 
 
 class Weights(Protocol):
@@ -141,6 +137,8 @@ class AttentionLayer:
     """Its heads are `DecoderConfig.full_heads`."""
     source: int | None = None
     """The layer whose keys and values it uses, if it has none: then its qkv has only q."""
+    sees_ahead: bool = False
+    """Tokens see up to `StepBatch.visible_ends`."""
 
     @property
     def cache_index(self) -> int:
@@ -214,6 +212,56 @@ class BesideNorms:
     """Of both together, as in `linear_add`."""
 
 
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """A layer's weights of several residual streams, as in `LayerWeights`; but router includes its norm's weight."""
+
+    router: Tensor
+    predictions: Tensor
+    corrections: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Laurel:
+    """A product of low rank beside attention."""
+
+    input_norm: Array
+    left: Linear
+    right: Linear
+    norm: Array
+
+
+class StreamOps(Protocol):
+    """The operations of models with several residual streams (`DecoderConfig.streams`)."""
+
+    def pack_ends(self, first: Tensor, last: Tensor) -> None:
+        """Keep what begins and ends the streams after the first, as in `LayerWeights`. The caller drops its copy."""
+
+    def pack(self, weights: StreamWeights) -> Any:
+        """Return the layer, for the next functions."""
+
+    def begin(self, residual: Array, step: Step) -> None: ...
+
+    def predict(self, layer: Any, residual: Array, step: Step) -> None:
+        """Predict all streams; residual becomes the first."""
+
+    def add_laurel(self, laurel: Laurel, residual: Array) -> None:
+        """Add input_norm of the residual, and the norm of its product."""
+
+    def cut_linear(self, x: Array, weights: Linear, cutoff: float) -> Array:
+        """As `Ops.activated_linear`, with gates cut as `Streams.gate_cutoffs` says. weights: [gate | up], not gated."""
+
+    def correct(self, layer: Any, index: int, own: LayerInput, residual: Array, step: Step) -> None:
+        """Correct all streams by residual, the result of a layer, and add the layer's input to those after the first.
+
+        residual is undefined then, as between layers.
+        """
+
+    def end(self, residual: Array, step: Step) -> None:
+        """residual becomes the mean of the streams."""
+
+
 class SideOps(Protocol):
     """Operations beside attention and the MLP, of models with inputs of layers or experts beside the MLP."""
 
@@ -225,6 +273,10 @@ class SideOps(Protocol):
 
     def add_input(self, index: int, layer: LayerInput, residual: Array, step: Step) -> None:
         """Add norm(projection(activation(gate(residual)) * the layer's input)) to residual."""
+
+    @property
+    def streams(self) -> StreamOps | None:
+        """None if the model or these operations have none."""
 
     def add_experts(self, mixed: Array, down: Linear, experts: Experts, norms: BesideNorms, residual: Array) -> None:
         """Add the results of the MLP, whose down product is still to be computed from mixed, and of the experts."""
@@ -319,53 +371,3 @@ class LinearAdapters(Protocol):
 
         Called between steps, for all linears that may have adapters.
         """
-
-
-class CpuCache(Protocol):
-    def save(self, page: int, content: NDArray[np.uint8]) -> None:
-        """Copy a page of all layers to content, [bytes of a page]."""
-
-    def restore(self, page: int, content: NDArray[np.uint8]) -> None:
-        """Copy content, which `save` has written, to a page."""
-
-
-class CpuOps(Ops, Protocol):
-    """The operations on the CPU, which also own the KV cache and the step's form."""
-
-    @property
-    def adapters(self) -> LinearAdapters: ...
-
-    @property
-    def make_sampler(self) -> Callable[[int], IRowSampler] | None:
-        """Makes a sampler for max_slots, which can be used until the operations are closed; None if they have none."""
-
-    @property
-    def cache(self) -> CpuCache: ...
-
-    def create_cache(self, num_layers: int, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
-        """num_layers: `LayerGroups.num_layers`."""
-
-    def begin_step(self, batch: StepBatch, input_ids: NDArray[np.int32]) -> Step:
-        """Copy batch.page_copies and prepare the rows.
-
-        input_ids [T] are batch.input_ids with every FROM_SLOT resolved and every FROM_EMBEDDINGS replaced by any token.
-        """
-
-    def run_step(self, step: Step, forward: Forward, *, needs_logits: bool) -> NDArray[np.float32] | None:
-        """Return the result of forward, the model's operations, for a step that was begun.
-
-        forward may be called for the first step only, if its operations are recorded: it must be the same function each
-        time, and its operations may depend on needs_logits, but not on the step.
-        """
-
-    def score(
-        self, normed: Array, first: int, scored: ScoredTokens, logits_of: Callable[[Array], NDArray[np.float32]]
-    ) -> TokenLogprobs:
-        """Return `StepOutput.scored` of the last step.
-
-        Its tokens' rows of normed, the final norm's result, begin at `first`. logits_of is `DecoderModel.logits`; like
-        `forward` in `run_step`, it may be called for the first step only. The result of `run_step` may be overwritten.
-        """
-
-    def normed_rows(self, normed: Array, num_rows: int) -> NDArray[np.float32]:
-        """A copy of the first rows of normed, the latest result of `norm`: [num_rows, hidden] fp32."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+import math
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from penstock.backend.checkpoint.config.architectures.names import find_architecture
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.gguf.header import open_tensors
+from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, VISION_KEY, is_rotated, projector_name
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, VisionFamily
@@ -20,13 +24,21 @@ from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, Visio
 logger = logging.getLogger("penstock.backend")
 
 _TEXT_PARTS = ("language_model", "text_model")
+_SMALL_TEXT = {
+    "num_hidden_layers": 1,
+    "vocab_size": 8,
+    "vocab_size_per_layer_input": 8,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+}
 
 
-def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | None:
+def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> VisionFamily | None:
     """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
-    path = model_dir / CONFIG_FILE
-    values = read_json_object(path)
-    if not isinstance(values.get("vision_config"), dict):
+    values = read_json_object(model_dir / CONFIG_FILE)
+    values = values.get(VISION_KEY, values)
+    if not isinstance(values, dict) or not isinstance(values.get("vision_config"), dict):
         return None
     architecture = str(find_architecture(values))
     family = FAMILIES.get(architecture)
@@ -34,6 +46,8 @@ def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | No
         reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
+    elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):
+        reason, family = "its image tokens attend to each other both ways, which the GPU's kernels do not", None
     if family is None and says_why:
         logger.warning("pictures are not taken: %s", reason)
     return family
@@ -45,13 +59,20 @@ def read_config(model_dir: Path) -> Any:
 
     path = model_dir / CONFIG_FILE
     try:
+        if (own := read_json_object(path).get(VISION_KEY)) is not None:
+            return transformers.AutoConfig.for_model(**own)
         config: Any = transformers.AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # vision parts are stored plain
-        text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, 8, None
+        text.pad_token_id = None
+        for name, value in _SMALL_TEXT.items():
+            if hasattr(text, name):
+                setattr(text, name, value)
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:1]
+        if hasattr(config, "audio_config"):
+            config.audio_config = None
     except Exception as error:  # noqa: BLE001 - transformers raises many kinds
         raise StartupError(f"{path}: its vision part cannot be read: {_line(error)}") from None
     return config
@@ -72,6 +93,8 @@ def load_model(model_dir: Path, config: Any, device: torch.device) -> Any:
     """The vision part in fp32 on the device. Raises StartupError."""
     import transformers
 
+    if (model_dir / PROJECTOR_FILE).is_symlink():
+        return _load_projector(model_dir / PROJECTOR_FILE, config).to(device)
     with ExitStack() as files:
         open_tensor_files(model_dir, files)  # checks headers, as for the text model
     logging_of_library: Any = transformers.utils.logging
@@ -101,6 +124,34 @@ def load_model(model_dir: Path, config: Any, device: torch.device) -> Any:
                 f"{model_dir}: tensor {name} has shape {list(stored)}; config.json makes it {list(expected)}"
             )
     return model.eval().requires_grad_(requires_grad=False).to(device)
+
+
+def _load_projector(path: Path, config: Any) -> Any:
+    """The vision part of a GGUF file. Raises StartupError."""
+    import transformers
+
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    try:
+        model = _without_text(transformers.AutoModelForImageTextToText.from_config(config, **options))
+    except Exception as error:  # noqa: BLE001 - as in `read_config`
+        raise StartupError(f"{path}: its vision part cannot be built: {_line(error)}") from None
+    kinds = config.model_type, config.vision_config.model_type
+    with closing(open_tensors(path)) as file, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            own = projector_name(name, *kinds)
+            if (stored := file.tensors.get(own)) is None:
+                raise StartupError(f"{path}: tensor {own} is missing")
+            if stored.dtype not in FLOAT_DTYPES or math.prod(stored.shape) != parameter.numel():
+                expected = f"{list(parameter.shape)} in {', '.join(FLOAT_DTYPES)}"
+                raise StartupError(f"{path}: tensor {own} is {stored.dtype} {list(stored.shape)}; expected {expected}")
+            values = file.read(stored, lambda _: None).float()
+            if is_rotated(own, kinds[1]):
+                heads = config.vision_config.num_attention_heads
+                values = values.view(heads, -1, 2, values.shape[-1]).transpose(1, 2)
+            if own == "mm.soft_emb_norm.weight":
+                values = values - 1
+            parameter.copy_(values.reshape(parameter.shape))
+    return model.eval().requires_grad_(requires_grad=False)
 
 
 def _without_text(whole: Any) -> Any:

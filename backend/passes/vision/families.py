@@ -1,6 +1,6 @@
 """The architectures whose pictures are taken: how pixels become embeddings.
 
-Their image tokens are ordinary tokens of the text model: each attends to those before it, at the next position.
+Image tokens have the positions of ordinary tokens. They attend to those before them, or to all of their picture.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ class VisionFamily:
     """(config, the image processor's settings) → the most tiles of image_size² of one picture."""
     mean_and_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
     """Of the processor's class, for files that leave them out."""
+    whole_tokens: Callable[[Any, dict[str, Any]], int] = lambda *_: 0
+    """As max_tiles; see `PassSpec.whole_picture_tokens`."""
 
 
+_SOFT_TOKENS, _MOST_SOFT_TOKENS = 280, 1120
+"""Of Gemma 4's image processor: the default, and the most that it allows."""
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def image_size(config: Any) -> int:
-    """Pixels of a tile's side."""
-    size = config.vision_config.image_size
+    """Pixels of a tile's side. Gemma 4's tiles are what becomes one token."""
+    vision = config.vision_config
+    if vision.model_type == "gemma4_vision":
+        return int(vision.patch_size * vision.pooling_kernel_size)
+    size = vision.image_size
     return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
@@ -47,6 +54,12 @@ def _check_tiles(config: Any, tiles: tuple[int, int, int]) -> None:
     side = image_size(config)
     if tiles[1:] != (side, side):
         raise ValueError(f"its tiles are {tiles[1]} × {tiles[2]} pixels; this model takes {side} × {side}")
+
+
+def _check_one_tile(config: Any, tiles: tuple[int, int, int]) -> None:
+    if tiles[0] != 1:
+        raise ValueError(f"{tiles[0]} tiles; this model takes 1")
+    _check_tiles(config, tiles)
 
 
 def _side(config: Any) -> int:
@@ -109,9 +122,7 @@ def _count_llava(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
     config = model.config
     if _is_pixtral(config):
         return _count_patches(config, tiles, 1)
-    if tiles[0] != 1:
-        raise ValueError(f"{tiles[0]} tiles; this model takes 1")
-    _check_tiles(config, tiles)
+    _check_one_tile(config, tiles)
     return int(_side(config) ** 2 + (config.vision_feature_select_strategy == "full"))
 
 
@@ -172,6 +183,47 @@ def _max_tiles_onevision(config: Any, _: dict[str, Any]) -> int:
     return 1 + max(int(height * width) for height, width in config.image_grid_pinpoints) // image_size(config) ** 2
 
 
+# Gemma 3 and 4
+
+
+def _count_gemma3(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    _check_one_tile(model.config, tiles)
+    return int(model.config.mm_tokens_per_image)
+
+
+def _encode_gemma3(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    features: Tensor = model.get_image_features(pixels).pooler_output[0]
+    return features
+
+
+def _count_gemma4(model: Any, tiles: tuple[int, int, int], _: Grid) -> int:
+    num_tiles, height, width = tiles
+    side = image_size(model.config)
+    if num_tiles != 1 or height % side or width % side:
+        raise ValueError(f"pixels [{num_tiles}, 3, {height}, {width}]; sides are multiples of {side}")
+    return height // side * (width // side)
+
+
+def _encode_gemma4(model: Any, pixels: Tensor, _: Grid) -> Tensor:
+    side = patch_size(model.config)
+    patches = pixels[0].unfold(1, side, side).unfold(2, side, side)  # [3, rows, columns, side, side]
+    rows, columns = patches.shape[1:3]
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1).to(pixels.device)
+    values = patches.permute(1, 2, 3, 4, 0).reshape(1, rows * columns, -1)
+    features: Tensor = model.get_image_features(values, places[None]).pooler_output[0]
+    return features
+
+
+def _max_tiles_gemma4(_: Any, processor: dict[str, Any]) -> int:
+    tokens = processor.get("max_soft_tokens")
+    return tokens if isinstance(tokens, int) and 0 < tokens <= _MOST_SOFT_TOKENS else _SOFT_TOKENS
+
+
+def _whole_tokens_gemma4(config: Any, processor: dict[str, Any]) -> int:
+    text = config.get_text_config(decoder=True)
+    return _max_tiles_gemma4(config, processor) if text.use_bidirectional_attention == "vision" else 0
+
+
 def _one_tile(_: Any, __: dict[str, Any]) -> int:
     return 1
 
@@ -180,6 +232,16 @@ _IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _max_tiles_idefics3)
 FAMILIES = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "Gemma3ForConditionalGeneration": VisionFamily(
+        _count_gemma3, _encode_gemma3, _one_tile, whole_tokens=lambda config, _: int(config.mm_tokens_per_image)
+    ),
+    "Gemma4ForConditionalGeneration": VisionFamily(
+        _count_gemma4,
+        _encode_gemma4,
+        _max_tiles_gemma4,
+        ((0.0,) * 3, (1.0,) * 3),
+        _whole_tokens_gemma4,
+    ),
     "InternVLForConditionalGeneration": VisionFamily(
         _count_internvl,
         _encode_internvl,
@@ -193,7 +255,6 @@ FAMILIES = {
     "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _one_tile, _CLIP),
 }
 UNSUPPORTED = {
-    "Gemma3ForConditionalGeneration": "its image tokens attend to each other both ways",
     "Qwen2VLForConditionalGeneration": "its image tokens have positions on three axes",
     "Qwen2_5_VLForConditionalGeneration": "its image tokens have positions on three axes",
     "Qwen3VLForConditionalGeneration": "its image tokens have positions on three axes",

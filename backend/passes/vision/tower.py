@@ -32,6 +32,7 @@ class VisionTower:
         self._family = family
         self._normalization = normalization
         self.max_picture_bytes = max_picture_bytes
+        self.embedding_size = int(model.config.get_text_config(decoder=True).hidden_size)
         self._device = next(model.parameters()).device
         self._give_way: Callable[[], None] = lambda: None
         for blocks in model.modules():
@@ -42,7 +43,7 @@ class VisionTower:
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> VisionTower | None:
         """None if the model's pictures are not taken. Raises StartupError."""
-        if (family := find_family(model_dir, says_why=True)) is None:
+        if (family := find_family(model_dir, options.device, says_why=True)) is None:
             return None
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
@@ -74,12 +75,14 @@ def _max_picture_bytes(config: Any, processor: dict[str, Any], family: VisionFam
 
 def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
     """The spec of a decoder with its vision tower, if it has one. Raises StartupError."""
-    if not spec.generates or (family := find_family(model_dir)) is None:
+    if not spec.generates or (family := find_family(model_dir, options.device)) is None:
         return spec
     config, processor = read_config(model_dir), read_processor(model_dir)
     max_picture_bytes, vision = _max_picture_bytes(config, processor, family), config.vision_config
     weight_bytes = 4 * sum(parameter.numel() for parameter in empty_model(config).parameters())
     num_patches = (image_size(config) // patch_size(config)) ** 2
+    if vision.model_type == "gemma4_vision":
+        num_patches *= family.max_tiles(config, processor)  # all at once
     patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
     if vision.model_type == "pixtral":
         patch_values += num_patches  # transformers makes a mask of all pairs
@@ -92,4 +95,5 @@ def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> Pass
         workspace_bytes=spec.workspace_bytes + workspace_bytes,
         max_picture_bytes=max_picture_bytes,
         picture_bytes=weight_bytes + workspace_bytes,
+        whole_picture_tokens=family.whole_tokens(config, processor),
     )

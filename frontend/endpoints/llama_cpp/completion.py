@@ -18,8 +18,17 @@ from penstock.frontend.generation.answer_rules.chat_rules import AnswerRules
 from penstock.frontend.generation.answer_rules.requested_grammar import requested_grammar
 from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.generation.submission.submit import PreparedRequest
-from penstock.frontend.schemas.completion import CompletionBody, NativeBody, NativeCompletionBody
+from penstock.frontend.pictures.placing import ChatPrompt
+from penstock.frontend.schemas.chat import picture_part
+from penstock.frontend.schemas.completion import (
+    MEDIA_MARKER,
+    CompletionBody,
+    NativeBody,
+    NativeCompletionBody,
+    PromptObject,
+)
 from penstock.frontend.schemas.decoding import decode_native_completion
+from penstock.frontend.transport.errors import ApiError, ErrorKind, invalid, shorten
 from penstock.frontend.transport.exchange import Exchange
 
 _RENAMED = (
@@ -33,18 +42,19 @@ _RENAMED = (
 async def complete(exchange: Exchange, context: EndpointContext) -> None:
     """POST /completion. Raises ApiError, ClientGoneError."""
     body, served, _ = await context.receive_body(exchange, decode_native_completion)
-    await answer_native(exchange, body, served, lambda: _encoded(body, served))
+    await answer_native(exchange, body, served, lambda: _encoded(body, served, exchange.tenant))
 
 
 async def answer_native(
-    exchange: Exchange, body: NativeBody, served: ServedModel, encode: Callable[[], Awaitable[list[list[int]]]]
+    exchange: Exchange, body: NativeBody, served: ServedModel, encode: Callable[[], Awaitable[list[ChatPrompt]]]
 ) -> None:
     """Continue prompts, which are encoded unless the backend is full. Raises ApiError, ClientGoneError."""
     completion = _as_completion(body)
     with renamed(_RENAMED):
         refuse_if_full(exchange, completion, served)
         async with exchange.cancelled_on_disconnect():
-            request = PreparedRequest(completion, await encode(), AnswerRules(grammar=requested_grammar(completion)))
+            given, rules = await encode(), AnswerRules(grammar=requested_grammar(completion))
+            request = PreparedRequest(completion, [each.token_ids for each in given], rules, given[0].pictures)
             prompts = truncated(request, served.card).prompts
             texts = await asyncio.to_thread(
                 lambda: [served.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
@@ -80,8 +90,28 @@ def _as_completion(body: NativeBody) -> CompletionBody:
     return CompletionBody(prompt="", **shared_fields(body) | own)
 
 
-async def _encoded(body: NativeCompletionBody, served: ServedModel) -> list[list[int]]:
-    """Return the prompts' tokens. A text gets the tokens that begin one only at its prompt's start. Raises ApiError."""
+async def _with_pictures(
+    text: str, data: list[str], body: NativeCompletionBody, served: ServedModel, tenant: bytes
+) -> ChatPrompt:
+    """Return the prompt of a text with a marker for each picture. Raises ApiError."""
+    path, reader = "prompt.multimodal_data", served.pictures
+    if reader is None:
+        raise ApiError(ErrorKind.WRONG_MODEL, f"{path}: {shorten(served.card.model_id)} takes no pictures", param=path)
+    if len(data) != text.count(MEDIA_MARKER):
+        invalid(path, f"{len(data)} pictures; prompt.prompt_string has {text.count(MEDIA_MARKER)} {MEDIA_MARKER}")
+    parts = [(f"{path}[{index}]", picture_part(f"data:;base64,{each}", "")) for index, each in enumerate(data)]
+    pictures = await reader.read(parts, tenant)
+    first, *others = text.split(MEDIA_MARKER)
+    text = first + "".join(each.result.text + rest for each, rest in zip(pictures, others, strict=True))
+    (token_ids,) = await served.tokenizer.encode([text], add_special_tokens=body.add_special_tokens is not False)
+    return reader.place(token_ids, pictures)
+
+
+async def _encoded(body: NativeCompletionBody, served: ServedModel, tenant: bytes) -> list[ChatPrompt]:
+    """Return the prompts. A text gets the tokens that begin one only at its prompt's start. Raises ApiError."""
+    if isinstance(body.prompt, PromptObject) and (data := body.prompt.multimodal_data):
+        check_length("prompt", [body.prompt.prompt_string], served)
+        return [await _with_pictures(body.prompt.prompt_string, data, body, served, tenant)]
     prompts = body.prompts()
     first = [prompt[0] for prompt in prompts if prompt and isinstance(prompt[0], str)]
     later = [text for prompt in prompts for text in prompt[1:] if isinstance(text, str)]
@@ -99,5 +129,5 @@ async def _encoded(body: NativeCompletionBody, served: ServedModel) -> list[list
                 token_ids.append(segment)
         if token_ids:
             check_token_ids("prompt", token_ids, served.card)
-        encoded.append(token_ids)
+        encoded.append(ChatPrompt(token_ids))
     return encoded

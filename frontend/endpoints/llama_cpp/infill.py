@@ -7,6 +7,7 @@ from penstock.frontend.endpoints.llama_cpp.completion import answer_native
 from penstock.frontend.endpoints.prompts import check_length, fill_in_model, fill_in_prompts
 from penstock.frontend.generation.models.served_model import ServedModel
 from penstock.frontend.parsing.syntax.fill_in import FillInTokens
+from penstock.frontend.pictures.placing import ChatPrompt
 from penstock.frontend.schemas.completion import InfillBody
 from penstock.frontend.schemas.decoding import decode_infill
 from penstock.frontend.transport.exchange import Exchange
@@ -22,7 +23,7 @@ async def infill(exchange: Exchange, context: EndpointContext) -> None:
     await answer_native(exchange, body, served, lambda: _encoded(body, served, tokens))
 
 
-async def _encoded(body: InfillBody, served: ServedModel, tokens: FillInTokens) -> list[list[int]]:
+async def _encoded(body: InfillBody, served: ServedModel, tokens: FillInTokens) -> list[ChatPrompt]:
     """Return the prompt: further files, then what is around the gap, then its beginning. Raises ApiError."""
     extra = [f"{each.filename}\n{each.text}\n" for each in body.input_extra]
     names = [_REPOSITORY, _FILE]
@@ -44,4 +45,4 @@ async def _encoded(body: InfillBody, served: ServedModel, tokens: FillInTokens) 
         for each in files:
             before += [tokens.file, *each]
         before += [tokens.file, *file]
-    return [[*before, *around, *begun]]
+    return [ChatPrompt([*before, *around, *begun])]

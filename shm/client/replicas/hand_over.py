@@ -10,7 +10,6 @@ import asyncio
 import logging
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
@@ -19,7 +18,7 @@ from penstock.shm.client.replicas.replica_chooser import Replica
 from penstock.shm.client.request import GenerationRequest
 from penstock.shm.client.streams.open_stream import OpenStream
 from penstock.shm.client.streams.token_stream import TokenStream
-from penstock.shm.messages import Finish, Generate, Sampling
+from penstock.shm.messages import Finish, Sampling
 
 logger = logging.getLogger("penstock.client")
 
@@ -110,7 +109,7 @@ class HandOver:
         if target is None or not target.has_adapter(longest.message.adapter):
             return None
         if _is_generating(longest):
-            await _compute(longest.message, longest.tokens[:], target)
+            await _compute(longest, target)
         return target
 
     def _still_there(self, group: Sequence[OpenStream]) -> list[OpenStream]:
@@ -123,9 +122,9 @@ def _is_generating(stream: OpenStream) -> TypeGuard[TokenStream]:
     return isinstance(stream, TokenStream) and stream.has_tokens and not stream.is_queued
 
 
-async def _compute(message: Generate, tokens: array[int], target: Replica) -> None:
+async def _compute(stream: TokenStream, target: Replica) -> None:
     """Let the target compute a stream's tokens so far. If it cannot, it computes them after the move."""
-    model = target.client.model
+    model, message, tokens = target.client.model, stream.message, stream.tokens[:]
     if model is None or len(tokens) >= model.max_context_tokens:
         return
     request = GenerationRequest(
@@ -138,6 +137,8 @@ async def _compute(message: Generate, tokens: array[int], target: Replica) -> No
         priority=message.priority,
         may_share=message.may_share,
         adapter=message.adapter,
+        pictures=message.pictures,
+        pixels=stream.pixels,
     )
     try:
         computing = target.client.submit(request)

@@ -18,7 +18,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 CONFIGS = {
-    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in (3, 4)},
+    **{f"Gemma{n}ForCausalLM": f"Gemma{n}TextConfig" for n in ("3", "3n", "4")},
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
 }
@@ -27,6 +27,7 @@ SCALES = {
     "GemmaForCausalLM": Scales(embedding=3072**0.5),
     "Gemma2ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5, scores_softcap=50.0, logits_softcap=30.0),
     "Gemma3ForCausalLM": Scales(scores=1 / 16, embedding=2304**0.5),
+    "Gemma3nForCausalLM": Scales(scores=1.0, embedding=2048**0.5, logits_softcap=30.0),
     "Gemma4ForCausalLM": Scales(scores=1.0, embedding=2304**0.5),
     "GraniteForCausalLM": Scales(scores=1.0),
     "CohereForCausalLM": Scales(logits=0.0625),
@@ -60,7 +61,7 @@ def test_absent_keys_have_the_defaults_of_transformers(architecture: str) -> Non
     layer_types = getattr(theirs, "layer_types", None) or ["full_attention"] * config.num_layers
     if architecture == "MistralForCausalLM":
         layer_types = ["sliding_attention"] * config.num_layers
-    window = {"GptOssForCausalLM": 128, "Gemma4ForCausalLM": 512}.get(architecture, 4096)
+    window = {"GptOssForCausalLM": 128, "Gemma3nForCausalLM": 512, "Gemma4ForCausalLM": 512}.get(architecture, 4096)
     assert config.layer_window_tokens == tuple(window if kind == "sliding_attention" else None for kind in layer_types)
     assert config.scales == SCALES.get(architecture, Scales())
     assert config.qkv_bias == bool(getattr(theirs, "attention_bias", architecture.startswith(("Qwen2", "Starcoder2"))))

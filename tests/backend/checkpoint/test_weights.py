@@ -37,7 +37,7 @@ def stacked(state: dict[str, torch.Tensor], prefix: str, names: list[str], suffi
     return torch.cat(found) if found else None
 
 
-LAYERS_DIFFER = ("gemma4", "gemma4-e", "gemma4-moe", "gemma4-vision")
+LAYERS_DIFFER = ("gemma3n", "gemma3n-vision", "gemma4", "gemma4-e", "gemma4-moe", "gemma4-vision")
 """Their layers lack some of these tensors and have others; the decoder's tests compare their results."""
 
 

@@ -77,14 +77,15 @@ class SteppedTower:
 
 
 class PictureBench(Bench):
-    def __init__(self, cache_bytes: int = 1 << 20, **options: Any) -> None:
+    def __init__(self, cache_bytes: int = 1 << 20, *, sees_whole: bool = False, **options: Any) -> None:
         forward_pass = FakePass(options.get("vocab_size", 97), options.get("max_running", 8), tower=FakeTower())
         self.tower = SteppedTower(FakeTower())
         self.pixels = Pixels()
         self.cache = PictureCache(cache_bytes)
 
         def desk(scheduler: Any, delivery: Any) -> PictureDesk:
-            return PictureDesk(self.tower, self.cache, ROW_BYTES, scheduler.pictures, delivery)
+            pictures = scheduler.pictures
+            return PictureDesk(self.tower, self.cache, ROW_BYTES, pictures, delivery, sees_whole=sees_whole)
 
         super().__init__(forward_pass=forward_pass, make_pictures=desk, **options)
 
@@ -306,11 +307,12 @@ def test_a_quote_needs_no_pixels(bench: PictureBench) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mix_of_requests_gets_its_tokens(seed: int) -> None:
-    """Few pages, slots and embeddings: sequences are preempted, pictures dropped, clients hang up, tenants compete."""
-    chance = random.Random(seed)
+    """Few pages, slots and embeddings: sequences are preempted, pictures dropped, clients hang up, tenants compete.
+    With odd seeds a picture's tokens attend to each other both ways."""
+    chance, sees_whole = random.Random(seed), seed % 2 == 1
     bench = PictureBench(
         cache_bytes=20 * ROW_BYTES, num_pages=chance.choice([18, 40]), max_running=chance.choice([1, 4]),
-        drafting=Eager(), vocab_size=6,
+        drafting=Eager(), vocab_size=6, sees_whole=sees_whole,
     )  # fmt: skip
     shown = [chance.randbytes(64 * chance.randrange(1, 16)) for _ in range(4)]
     due, left = {}, set()
@@ -333,6 +335,10 @@ def test_any_mix_of_requests_gets_its_tokens(seed: int) -> None:
     for batch in bench.executor.batches:
         assert batch.input_ids.min() >= FROM_EMBEDDINGS  # no pass receives a picture's id
         check_embeddings(batch)
+        if batch.visible_ends is not None:  # no token sees one that is not computed
+            lengths = np.diff(batch.query_starts)
+            assert (batch.visible_ends <= np.repeat(batch.context_lens + lengths, lengths)).all()
+    assert any(batch.visible_ends is not None for batch in bench.executor.batches) == sees_whole
     assert bench.scheduler.num_pages_held == 0
     assert bench.cache.num_bytes <= 20 * ROW_BYTES
     bench.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import PassOptions, StepBatch
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
@@ -20,6 +21,7 @@ from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser, PromptLookup
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
+from tests.backend.engine.test_draft_model import Eager as EagerModel
 from tests.backend.harness import Bench, Received, expected_tokens
 from tests.backend.recorded import Recorded
 from tests.backend.structured_output.constrained import ask, compile_all, new_bench, new_compiler
@@ -68,21 +70,30 @@ class Foretold(Drafting):
         return drafts
 
 
-def _answer_all(model: tuple[Path, Path], quantize: str, num_pages: int, drafting: Drafting | None) -> Bench:
-    settings = {"max_running": 8, "max_batch_tokens": 64}
-    options = PassOptions(**settings, quantize=quantize, adapters=model[1:], dtype="bf16")
-    loaded = CpuDecoderPass.load(model[0], options)
+def _load(model_dir: Path, options: PassOptions) -> CpuDecoderPass:
+    loaded = CpuDecoderPass.load(model_dir, options)
     create = loaded.create_cache
     loaded.create_cache = lambda pages, size, _: create(pages, size, "q8_0")  # type: ignore[method-assign]
+    return loaded
+
+
+def _answer_all(model: tuple[Path, Path], quantize: str, num_pages: int, drafting: Drafting | None) -> Bench:
+    """A draft model is the model itself with rounded weights."""
+    has_model = isinstance(drafting, ModelDrafting)
+    settings = {"max_running": 4 if has_model else 8, "max_batch_tokens": 64}
+    loaded = _load(model[0], PassOptions(**settings, quantize=quantize, adapters=model[1:], dtype="bf16"))
+    draft_pass = _load(model[0], PassOptions(**settings, quantize="int8", dtype="bf16")) if has_model else None
     sizes = {"page_size": 16, "num_pages": num_pages, "vocab_size": VOCAB_SIZE, **settings}
-    bench = Bench(forward_pass=loaded, drafting=drafting, **sizes)
+    bench = Bench(forward_pass=loaded, drafting=drafting, draft_pass=draft_pass, min_chance=1e-30, **sizes)
     rng = np.random.default_rng(0)
     for request_id, asked in enumerate(ASKS.values()):
         prompt = rng.integers(3, VOCAB_SIZE, 27).tolist()
         bench.submit(prompt, 60 + request_id, request_id=request_id, **asked)
     bench.run_dry()
     bench.close()
-    loaded.close()
+    for each in (loaded, draft_pass):
+        if each is not None:
+            each.close()
     return bench
 
 
@@ -92,12 +103,13 @@ def test_answers_are_the_same_with_drafts(model: tuple[Path, Path], quantize: st
     plain = _answer_all(model, quantize, 200, None)
     expected = [plain.received(request_id) for request_id in range(len(ASKS))]
     assert all(len(answer.token_ids) > 1 for answer in expected)
-    for num_pages in (200, 24):
-        drafting = Foretold({number: answer.token_ids for number, answer in enumerate(expected)})
+    foretold = {number: answer.token_ids for number, answer in enumerate(expected)}
+    for num_pages, drafting in ((200, Foretold(foretold)), (24, Foretold(foretold)), (14, EagerModel())):
         bench = _answer_all(model, quantize, num_pages, drafting)
         for request_id, name in enumerate(ASKS):
             assert _facts(bench.received(request_id)) == _facts(expected[request_id]), name
         assert bench.pool.num_held == 0
+        assert sum(batch.drafts is not None for batch in bench.executor.batches) > 20
 
 
 def _facts(received: Received) -> tuple[list[int], list[Finish], list[float]]:

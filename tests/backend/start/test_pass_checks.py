@@ -24,8 +24,11 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
+from penstock.backend.model_names import DEMO_MODEL_DIR
+from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.pass_checks import check_first_step, check_groups, check_vocabulary
+from penstock.backend.start.startup import describe_pass, pass_options
 from tests.fake_encoder import FakeEncoder, PoolingFakePass
 from tests.fake_passes import GroupedFakePass
 from tests.passes import WideFakePass
@@ -247,3 +250,18 @@ def test_pass_that_pools_against_its_spec_is_refused(encoder: Any, message: str)
 def test_loaded_pass_must_pool_what_was_described() -> None:
     with pytest.raises(StartupError, match="describe"):
         check_first_step(FakeEncoder(96), with_spec(pooled={"embed": 9}).spec)  # type: ignore[arg-type]
+
+
+class FakeWholePictures(FakePass):
+    @classmethod
+    def describe(cls, model_dir: Path | None, options: PassOptions) -> PassSpec:
+        return replace(super().describe(model_dir, options), whole_picture_tokens=280)
+
+
+def test_a_step_holds_the_largest_picture_that_is_computed_whole() -> None:
+    options = BackendOptions(max_running=16)
+    _, settings = describe_pass(options, "", FakeWholePictures, DEMO_MODEL_DIR, pass_options(options))
+    assert settings.max_batch_tokens == 296
+    options = BackendOptions(max_running=16, max_batch_tokens=200)
+    with pytest.raises(StartupError, match="--max-batch-tokens is 200; this model needs at least 296"):
+        describe_pass(options, "", FakeWholePictures, DEMO_MODEL_DIR, pass_options(options))

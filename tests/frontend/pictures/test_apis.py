@@ -120,6 +120,20 @@ async def test_same_chat_is_the_same_request_on_every_api(
     assert generated.prompt_eval_count == len(first[0])
 
 
+async def test_completion_of_llama_cpp_has_pictures_at_its_markers(url: str, backend: FakeBackend) -> None:
+    prompt = {"prompt_string": "see <__media__> and <__media__>?", "multimodal_data": [FIRST, SECOND]}
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        answer = (await http.post("/completion", json={"prompt": prompt})).json()
+        assert "error" not in answer, answer
+        tokens, digests, num_negative = sent(backend)
+        assert (len(digests), answer["tokens_evaluated"]) == (2, len(tokens))
+        assert num_negative
+        refused = await http.post("/completion", json={"prompt": prompt | {"multimodal_data": [FIRST]}})
+        assert "1 pictures; prompt.prompt_string has 2 <__media__>" in refused.json()["error"]["message"]
+        refused = await http.post("/completion", json={"prompt": prompt | {"multimodal_data": [FIRST, "?"]}})
+        assert "prompt.multimodal_data[1]: not base64" in refused.json()["error"]["message"]
+
+
 async def test_screenshots_among_tool_results_are_shown_behind_them(url: str, backend: FakeBackend) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": FIRST}
     call: Any = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}

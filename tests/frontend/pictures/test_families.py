@@ -14,6 +14,7 @@ import pytest
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer
+from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches
 from transformers.processing_utils import ProcessorMixin
 
 from penstock.frontend.endpoints.prompts import render_chat
@@ -33,6 +34,10 @@ NESTED = ("smolvlm", "idefics3", "llava_onevision")
 """Families whose processor takes the pictures of each chat as a list."""
 
 
+OTHER_PARTS: dict[str, dict[str, Any]] = {"gemma4": {"feature_extractor": None, "video_processor": None}}
+"""Arguments of a processor's class that are not needed for pictures."""
+
+
 def part(image: Image.Image) -> ContentPart:
     return ContentPart("image_url", image_url="data:image/png;base64," + base64.b64encode(encoded(image)).decode())
 
@@ -49,14 +54,16 @@ def transformers_outputs(directory: Path, model_type: str, images: list[Image.Im
     """What transformers' processor makes of a rendered chat."""
     model, family = MODELS[model_type], FAMILIES[model_type]
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_file(str(directory / "tokenizer.json")), extra_special_tokens=model.named
+        tokenizer_object=Tokenizer.from_file(str(directory / "tokenizer.json")),
+        extra_special_tokens=model.named,
+        pad_token="<|im_end|>",
     )
     models = "transformers.models"
     pil = importlib.import_module(f"{models}.{family.module}.image_processing_pil_{family.module}")
     image_processor = getattr(pil, f"{family.class_name}ImageProcessorPil").from_pretrained(directory)
     module = importlib.import_module(f"{models}.{model.module}.processing_{model.module}")
     processor = getattr(module, model.processor_class)(
-        image_processor=image_processor, tokenizer=tokenizer, **model.settings
+        image_processor=image_processor, tokenizer=tokenizer, **OTHER_PARTS.get(model_type, {}), **model.settings
     )
     given = [images] if model_type in NESTED else images
     return processor(text=[text], images=given, do_rescale=False, do_normalize=False, return_tensors="np")
@@ -91,6 +98,17 @@ async def test_prompt_and_pixels_are_those_of_transformers(
     if model_type == "mistral3":  # padded to the largest of a batch
         sizes = np.asarray(outputs["image_sizes"])
         own = np.concatenate([each[:, :h, :w].ravel() for each, (h, w) in zip(own, sizes, strict=True)])
+    if model_type == "gemma4":  # patches, padded
+        places = np.asarray(outputs["image_position_ids"])
+        own = np.concatenate([each[mask] for each, mask in zip(own, places[:, :, 0] >= 0, strict=True)])
+        pixels = np.concatenate(
+            [
+                convert_image_to_patches(
+                    np.frombuffer(each.processed.pixels, np.uint8).reshape(each.processed.result.shape)[0], 4
+                ).ravel()
+                for each in prompt.pictures
+            ]
+        )
     assert np.array_equal(pixels, own.ravel())
     if "image_grid_thw" in outputs:
         assert [list(each.processed.result.grid) for each in prompt.pictures] == outputs["image_grid_thw"].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -10,11 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.shm.client import GenerationRequest, Overloaded
+from penstock.shm.client import GenerationRequest, Overloaded, capacity
 from penstock.shm.client.session import Session
 from penstock.shm.messages import FailureCode, Finish, Picture
 from tests.shm.client.harness import GREEDY, LONG, at_base, connected, read, request, tokens_of, until
 from tests.shm.scripted_backend import BackendProcess, Script, ScriptedBackend, expected_tokens, model_card
+
+_NUMBERS = itertools.count(1)
 
 
 async def test_more_long_prompts_than_slots_are_all_served(socket_path: Path) -> None:
@@ -52,7 +55,7 @@ async def test_prompt_that_no_slot_holds_is_rejected_with_the_limit(socket_path:
 
 
 def with_pictures(prompt: list[int], *sizes: int) -> GenerationRequest:
-    pictures = tuple(Picture(((0, 1),), bytes(32), (size,), (1, 1, 1)) for size in sizes)
+    pictures = tuple(Picture(((0, 1),), next(_NUMBERS).to_bytes(32), (size,), (1, 1, 1)) for size in sizes)
     pixels = tuple(map(bytes, sizes))
     return GenerationRequest(prompt, 5, GREEDY, pictures=pictures, pixels=pixels)
 
@@ -74,6 +77,28 @@ async def test_requests_pass_those_whose_pictures_find_no_room(socket_path: Path
             assert await tokens_of(words) == expected_tokens([3], 5)
             assert [await tokens_of(stream) for stream in streams] == [expected_tokens(p, 5) for p in prompts[1:]]
             assert (await read(too_many))[1].failure is FailureCode.BAD_PICTURE
+
+
+async def test_equal_pictures_are_written_once_and_pixels_that_wait_are_bounded(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = msgspec.structs.replace(model_card(max_context_tokens=LONG), max_picture_bytes=60_000)
+    monkeypatch.setattr(capacity, "MAX_WAITING_PIXEL_BYTES", 150_000)
+    with ScriptedBackend(socket_path, Script(card)) as backend:
+        backend.engine.paused = True
+        async with connected(socket_path) as client:
+            twice = with_pictures([7], 60_000, 60_000)
+            streams = [client.submit(twice) for _ in range(20)]
+            assert client.balance()["pixels"] == 20
+            assert "unsent" not in client.balance()
+            others = [client.submit(with_pictures([n], *[60_000] * 4)) for n in range(4)]
+            assert client.balance()["unsent"] == 1
+            with pytest.raises(Overloaded, match="more than 150000 bytes of pixels, the limit, would wait"):
+                client.submit(with_pictures([5], 60_000))
+            backend.engine.paused = False
+            for stream in [*streams, *others]:
+                await read(stream)
+            assert "pixels" not in client.balance()
 
 
 async def test_small_pictures_do_not_pass_large_ones_that_wait(socket_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
+
+from PIL import Image
 
 from penstock.tools.chaos.plan import (
     FaultKind,
+    Recipe,
     Stage,
     Tenant,
     Workload,
@@ -44,6 +49,11 @@ def test_requests_are_numbered_without_gaps_and_mixed() -> None:
     assert most_asked > 100  # they meet and share a sequence
 
 
+def pictures_of(recipe: Recipe) -> list[str]:
+    content = recipe.body.get("messages", [{"content": ""}])[0]["content"]
+    return [part["image_url"]["url"] for part in content if not isinstance(content, str) and "image_url" in part]
+
+
 def test_recipes_have_every_kind_and_token_ids_need_a_known_vocabulary() -> None:
     recipes = make_recipes("m", None, 0, 1)
     assert {recipe.choices for recipe in recipes} >= {1, 4}
@@ -52,6 +62,10 @@ def test_recipes_have_every_kind_and_token_ids_need_a_known_vocabulary() -> None
     assert {recipe.path for recipe in recipes} == paths
     assert all(isinstance(recipe.body.get("prompt", ""), str | list) for recipe in recipes)
     assert all(recipe.body["temperature"] == 0 or "seed" in recipe.body for recipe in recipes)
+    shown = [part for recipe in make_recipes("m", None, 0, 30, takes_pictures=True) for part in pictures_of(recipe)]
+    assert len(set(shown)) > 5
+    for url in shown:
+        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).load()
 
 
 def test_further_models_are_asked_for_everything() -> None:

@@ -28,6 +28,7 @@ class OfferedModel(Struct):
     """The model's own name; id may be a further one."""
     state: str | None = None
     """Of models that may sleep."""
+    input_modalities: list[str] = []
 
 
 class _Models(Struct):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.passes.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear
+from penstock.backend.passes.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, CudaLinear, forbid_split_sums, multiply
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.cases.catalogue import invariance_checks
@@ -30,6 +30,9 @@ Ids = NDArray[np.int32]
 
 _PAGE_TOKENS = 32
 _WHOLE = 1 << 30
+_WHOLE_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 256, 512, 2048)
+_ROWS_ALONE = 16
+"""Rows of a whole product that are compared with their products alone."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,16 @@ def run(results: Results) -> None:
 def check_products(
     results: Results, context: DeviceContext, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype
 ) -> None:
-    """Check that a row keeps its bits in every place of a block and beside other rows.
+    """Check that a row keeps its bits in every place of a block and beside other rows, and record whether it keeps them
+    in whole products too: where all do, `whole_products` may be 1.
 
     shapes: see `weight_shapes`; only outputs and inputs are used.
     """
     for name, (outputs, inputs, _) in shapes.items():
         work = partial(_check_product, results, context, name, outputs, inputs, dtype)
         results.attempt(f"invariance.blocks.{name}", work)
+        whole = partial(_record_whole_products, results, context, name, outputs, inputs, dtype)
+        results.attempt(f"invariance.whole.{name}", whole)
 
 
 def _check_product(
@@ -109,6 +115,25 @@ def _check_product(
         differing.append("beside others")
     detail = f"different bits {', '.join(differing[:8])}" if differing else f"same bits in all {BLOCK_ROWS} places"
     results.check(f"invariance.blocks.{name}", not differing, detail)
+
+
+def _record_whole_products(
+    results: Results, context: DeviceContext, name: str, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
+    """In products of any number of rows, a row has the bits that it has alone."""
+    weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=dtype).mul_(inputs**-0.5)
+    linear = CudaLinear(weight, weight.t(), None)
+    rows = torch.randn(_WHOLE_ROWS[-1], inputs, device=context.torch_device, dtype=dtype)
+    out = torch.empty(len(rows), outputs, device=context.torch_device, dtype=dtype)
+    forbid_split_sums()
+    alone = torch.cat([multiply(rows[i : i + 1], linear, out[:1]).clone() for i in range(_ROWS_ALONE)])
+    differing = [
+        num_rows
+        for num_rows in _WHOLE_ROWS
+        if not torch.equal(multiply(rows[:num_rows], linear, out[:num_rows])[:_ROWS_ALONE], alone[:num_rows])
+    ]
+    detail = f"other bits with {', '.join(map(str, differing))} rows" if differing else "equal bits"
+    results.fact(f"invariance.whole.{name}", len(differing), f"of {len(_WHOLE_ROWS)} numbers of rows", detail)
 
 
 @torch.inference_mode()

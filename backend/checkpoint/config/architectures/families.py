@@ -19,7 +19,12 @@ from penstock.backend.checkpoint.config.architectures.expert_layers import (
     qwen3_next_experts,
     qwen35_experts,
 )
-from penstock.backend.checkpoint.config.architectures.gemma4 import GEMMA4_NAMES, gemma4_experts, gemma4_variations
+from penstock.backend.checkpoint.config.architectures.gemma4 import (
+    GEMMA4_NAMES,
+    gemma3n_variations,
+    gemma4_experts,
+    gemma4_variations,
+)
 from penstock.backend.checkpoint.config.architectures.layer_patterns import (
     Windows,
     last_layer_whole,
@@ -39,6 +44,7 @@ from penstock.backend.checkpoint.config.architectures.layer_patterns import (
 from penstock.backend.checkpoint.config.architectures.scales import (
     cohere_scales,
     gemma1_scales,
+    gemma3n_scales,
     gemma4_scales,
     gemma_scales,
     granite_scales,
@@ -288,6 +294,18 @@ FAMILIES = {
         windows=windows_between(6),
         scales=gemma_scales(),
         qk_norm=_qk_norm("head"),
+        rope_theta=1_000_000.0,
+        window_rope_theta=10_000.0,
+        refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
+        variations=lambda *_: {"pictures_see_whole": "everywhere"},
+    ),
+    "Gemma3nForCausalLM": replace(
+        _GEMMA2,
+        windows=windows_between(5, 512),
+        scales=gemma3n_scales,
+        qk_norm=_qk_norm("head"),
+        variations=gemma3n_variations,
+        norm_offset=0.0,
         rope_theta=1_000_000.0,
         window_rope_theta=10_000.0,
         refused_keys=(*_BIDIRECTIONAL, "attn_logit_softcapping"),

@@ -23,6 +23,8 @@ _RopeTheta = Annotated[float, Meta(gt=1.0, le=1e15)]
 _Scale = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 MAX_LAYERS = 1024
+MAX_STREAMS = 8
+"""kMaxStreams of kernels/rows/streams.h."""
 
 
 class HfConfig(Struct, frozen=True):
@@ -109,6 +111,11 @@ class HfConfig(Struct, frozen=True):
     hidden_size_per_layer_input: Annotated[int, Meta(ge=0, le=4096)] | None = None
     vocab_size_per_layer_input: Annotated[int, Meta(ge=1, le=1 << 24)] | None = None
     use_bidirectional_attention: bool | str | None = None
+    altup_num_inputs: Annotated[int, Meta(ge=2, le=MAX_STREAMS)] | None = None
+    altup_active_idx: int = 0
+    altup_correct_scale: bool = True
+    laurel_rank: _Width | None = None
+    activation_sparsity_pattern: Annotated[tuple[Annotated[float, Meta(ge=0.0, lt=1.0)], ...], _PerLayer] | None = None
     enable_moe_block: bool = False
     top_k_experts: _Experts | None = None
 

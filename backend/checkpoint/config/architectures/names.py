@@ -59,6 +59,19 @@ TEXT_PARTS = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "Gemma3nForConditionalGeneration": TextPart(
+        {"gemma3n_text": FAMILIES["Gemma3nForCausalLM"]},
+        tie_embeddings=True,
+        defaults={
+            "vocab_size": 262_400,
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32_768,
+        },
+    ),
     "Gemma4ForConditionalGeneration": TextPart(
         {"gemma4_text": FAMILIES["Gemma4ForCausalLM"]},
         tie_embeddings=True,

@@ -39,12 +39,16 @@ def gemma_scales(*, scores_cap: float | None = None, logits_cap: float | None = 
     return scales
 
 
-def gemma4_scales(config: HfConfig) -> Scales:
+def gemma4_scales(config: HfConfig, *, logits_cap: float | None = None) -> Scales:
     return Scales(
         scores=1.0,
-        logits_softcap=_cap(config.final_logit_softcapping, None),
+        logits_softcap=_cap(config.final_logit_softcapping, logits_cap),
         embedding=math.sqrt(config.hidden_size),
     )
+
+
+def gemma3n_scales(config: HfConfig) -> Scales:
+    return gemma4_scales(config, logits_cap=30.0)
 
 
 def gemma1_scales(config: HfConfig) -> Scales:

@@ -162,7 +162,8 @@ class PagedCache:
         tiles = cut_rows(batch.query_starts, self._limits.tile_tokens)
         table, size = batch.page_table, self._page_size_tokens
         tables = [table] if table.ndim == 2 else [table[:, :, group] for group in range(table.shape[2])]
-        queries = [QueryTiles(rows, positions, tiles, own, size, self._limits, self._device) for own in tables]
+        ends = positions + 1 if batch.visible_ends is None else batch.visible_ends.astype(np.int64)
+        queries = [QueryTiles(rows, positions, ends, tiles, own, size, self._limits, self._device) for own in tables]
         on_device = torch.from_numpy(positions).to(self._device)
         return [PagedStep(self, on_device, own) for own in queries]
 
@@ -222,9 +223,11 @@ class PagedStep:
         cached_keys.write(self._pages, self._offsets, keys)
         cached_values.write(self._pages, self._offsets, values)
 
-    def attend(self, layer: int, queries: Tensor, window_tokens: int | None, rule: ScoreRule) -> Tensor:
+    def attend(
+        self, layer: int, queries: Tensor, window_tokens: int | None, rule: ScoreRule, *, sees_ahead: bool = False
+    ) -> Tensor:
         """Causal attention of queries [T, heads, key_dim] through the page table: [T, heads, value_dim], same dtype."""
-        groups = self._queries.groups(window_tokens)
+        groups = self._queries.groups(window_tokens, sees_ahead=sees_ahead)
         output = None
         for group in groups:
             keys, values = (_flat(pages[layer], group.pages) for pages in (self._cache.keys, self._cache.values))

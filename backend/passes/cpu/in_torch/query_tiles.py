@@ -44,28 +44,31 @@ class QueryTiles:
         self,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
+        ends: NDArray[np.int64],
         tiles: NDArray[np.int64],
         page_table: NDArray[np.int32],
         page_size_tokens: int,
         limits: TileLimits,
         device: torch.device,
     ) -> None:
-        """rows and positions: [T], one per token. tiles: [n, 2], first token and length of each. device: where tensors
-        are made."""
+        """rows, positions and ends (`StepBatch.visible_ends`): [T], one per token. tiles: [n, 2], first token and
+        length of each. device: where tensors are made."""
         self._limits = limits
         self._device = device
         self._rows = rows
         self._positions = positions
+        self._ends = ends
         self._tiles = tiles
         self._page_table = page_table
         self._page_size_tokens = page_size_tokens
-        self._groups: dict[int | None, list[TileGroup]] = {}
+        self._groups: dict[tuple[int | None, bool], list[TileGroup]] = {}
 
     def single(self, tokens: NDArray[np.int64]) -> QueryTiles:
         """Return the tiles of these tokens only, each a tile of its own."""
         tiles = np.stack([np.arange(len(tokens)), np.ones(len(tokens), np.int64)], axis=1)
-        rows, positions = self._rows[tokens], self._positions[tokens]
-        return QueryTiles(rows, positions, tiles, self._page_table, self._page_size_tokens, self._limits, self._device)
+        rows, positions, ends = self._rows[tokens], self._positions[tokens], self._ends[tokens]
+        table, size = self._page_table, self._page_size_tokens
+        return QueryTiles(rows, positions, ends, tiles, table, size, self._limits, self._device)
 
     def cache_offsets(self) -> tuple[Tensor, Tensor]:
         """The page for each token's key and value, [T], and the offset in that page, [T]."""
@@ -81,12 +84,14 @@ class QueryTiles:
     def _on_device(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def groups(self, window_tokens: int | None) -> list[TileGroup]:
-        if window_tokens not in self._groups:
-            self._groups[window_tokens] = list(self._make_groups(window_tokens))
-        return self._groups[window_tokens]
+    def groups(self, window_tokens: int | None, *, sees_ahead: bool = False) -> list[TileGroup]:
+        key = window_tokens, sees_ahead
+        if key not in self._groups:
+            ends = self._ends if sees_ahead else self._positions + 1
+            self._groups[key] = list(self._make_groups(window_tokens, ends))
+        return self._groups[key]
 
-    def _make_groups(self, window_tokens: int | None) -> Iterator[TileGroup]:
+    def _make_groups(self, window_tokens: int | None, ends: NDArray[np.int64]) -> Iterator[TileGroup]:
         for is_single in (True, False):
             tiles = self._tiles[(self._tiles[:, 1] == 1) == is_single]
             width_used = int(tiles[:, 1].max(initial=1))
@@ -94,25 +99,31 @@ class QueryTiles:
             first_pages = np.zeros_like(first_positions)
             if window_tokens is not None:
                 first_pages = np.maximum(first_positions - window_tokens + 1, 0) // self._page_size_tokens
-            num_pages = (first_positions + tiles[:, 1] - 1) // self._page_size_tokens + 1 - first_pages
+            num_pages = (ends[tiles.sum(axis=1) - 1] - 1) // self._page_size_tokens + 1 - first_pages
             order = np.argsort(num_pages, kind="stable")
             while len(order):
                 scores = (np.arange(len(order)) + 1) * width_used * num_pages[order] * self._page_size_tokens
                 count = max(1, int(np.searchsorted(scores, self._limits.group_scores, side="right")))
                 chosen, order = order[:count], order[count:]
-                yield self._make_group(tiles[chosen], first_pages[chosen], int(num_pages[chosen].max()), window_tokens)
+                most = int(num_pages[chosen].max())
+                yield self._make_group(tiles[chosen], first_pages[chosen], most, window_tokens, ends)
 
     def _make_group(
-        self, tiles: NDArray[np.int64], first_pages: NDArray[np.int64], num_pages: int, window_tokens: int | None
+        self,
+        tiles: NDArray[np.int64],
+        first_pages: NDArray[np.int64],
+        num_pages: int,
+        window_tokens: int | None,
+        all_ends: NDArray[np.int64],
     ) -> TileGroup:
         size = self._page_size_tokens
         width = int(tiles[:, 1].max())
         tokens = tiles[:, :1] + np.minimum(np.arange(width), tiles[:, 1:] - 1)
-        positions = self._positions[tokens]
+        positions, ends = self._positions[tokens], all_ends[tokens]
         pages = first_pages[:, None] + np.arange(num_pages)
-        owned = np.where(pages <= positions[:, -1:] // size, pages, first_pages[:, None])
+        owned = np.where(pages <= (ends[:, -1:] - 1) // size, pages, first_pages[:, None])
         keys = first_pages[:, None] * size + np.arange(num_pages * size)
-        visible = keys[:, None, :] <= positions[:, :, None]
+        visible = keys[:, None, :] < ends[:, :, None]
         if window_tokens is not None:
             visible &= keys[:, None, :] > positions[:, :, None] - window_tokens
         return TileGroup(

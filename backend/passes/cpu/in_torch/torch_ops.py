@@ -23,6 +23,7 @@ from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, g
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
 from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import QuantizedLinear, TorchLinear
 from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
+from penstock.backend.passes.cpu.in_torch.torch_streams import TorchStreamOps
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
@@ -125,6 +126,9 @@ class TorchOps:
         self.side = TorchSideOps(
             config, dtype, self.experts, self.pack_linear, self._product, self._activate, self._row_norm, self._add_norm
         )
+        norms = self._row_norm, self._add_norm, self._normalise
+        functions = self.pack_linear, self._product, self._adapted, self._activate
+        self.side.streams = TorchStreamOps(dtype, self.side, *functions, *norms)
 
     @property
     def experts(self) -> TorchExpertOps | None:
@@ -271,7 +275,8 @@ class TorchOps:
         queries = qkv[:, : heads.output_size].view(len(qkv), heads.num_heads, heads.head_dim)
         rule = ScoreRule(self._config.score_scale, self._config.scales.scores_softcap, layer.sinks)
         paged = step.paged[layer.group]
-        attended = paged.attend(self._cache_index(layer), queries, layer.window_tokens, rule).view(len(qkv), -1)
+        index, window = self._cache_index(layer), layer.window_tokens
+        attended = paged.attend(index, queries, window, rule, sees_ahead=layer.sees_ahead).view(len(qkv), -1)
         if not self._config.gated_attention:
             return attended
         gates = qkv[:, heads.output_size : 2 * heads.output_size].float()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cpu.in_torch.paged_cache import PagedStep
     from penstock.backend.passes.cpu.in_torch.torch_experts import TorchExpertOps, TorchExperts
     from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import TorchLinear
-    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput
+    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class TorchSideOps:
     ) -> None:
         self._config, self._dtype, self._experts, self._pack_linear = config, dtype, experts, pack_linear
         self._product, self._activate, self._row_norm, self._add_norm = product, activate, row_norm, add_norm
+        self.streams: StreamOps | None = None
         self._inputs = torch.empty(0)
         """[T, layers, layer_input_size] fp32 of the current step."""
 
@@ -74,15 +75,19 @@ class TorchSideOps:
 
     def begin_inputs(self, residual: Tensor, step: TorchStep) -> None:
         shape = len(residual), self._config.num_layers, self._config.layer_input_size
-        rows = rows_of(self._table, step.input_ids).view(shape)
+        ids = step.input_ids.where(step.input_ids < self._config.input_rows, 0)
+        rows = rows_of(self._table, ids).view(shape)
         projected = self._product(residual.to(self._dtype), self._projection).float().view(shape)
         scale = Dtype.of(self._dtype).round(self._config.layer_input_size**0.5)
         self._inputs = (self._row_norm(projected, self._norm) + rows * scale) * 0.5**0.5
 
     def add_input(self, index: int, layer: LayerInput, residual: Tensor, step: TorchStep) -> None:
+        self._add_norm(self.input_of(index, layer, residual, step), layer.norm, residual)
+
+    def input_of(self, index: int, layer: LayerInput, residual: Tensor, step: TorchStep) -> Tensor:
         inputs = self._inputs[step.last_tokens, index] if step.is_narrowed else self._inputs[:, index]
         gates = self._activate(self._product(residual.to(self._dtype), layer.gate).float()) * inputs
-        self._add_norm(self._product(gates.to(self._dtype), layer.projection).float(), layer.norm, residual)
+        return self._product(gates.to(self._dtype), layer.projection).float()
 
     def add_experts(
         self, mixed: Tensor, down: TorchLinear, experts: TorchExperts, norms: BesideNorms, residual: Tensor

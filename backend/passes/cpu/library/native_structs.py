@@ -61,6 +61,13 @@ class OperationKind(IntEnum):
     LAYER_INPUTS = 13
     WEIGHT_BY_INPUT = 14
     DELTA_NET = 15
+    BEGIN_STREAMS = 16
+    PREDICT_STREAMS = 17
+    CORRECT_STREAMS = 18
+    ADD_TO_STREAMS = 19
+    TAKE_STREAM = 20
+    END_STREAM = 21
+    CUT_GATES = 22
 
 
 class AddNorm(IntEnum):
@@ -222,6 +229,7 @@ class Attention(Structure):
         ("page_bytes", c_int64),
         ("has_other_heads", c_int64),
         ("stores", c_int64),
+        ("sees_ahead", c_int64),
     )
 
 
@@ -232,6 +240,7 @@ class LayerInputs(Structure):
         ("norm", c_void_p),
         ("width", c_int64),
         ("num_layers", c_int64),
+        ("num_ids", c_int64),
         ("scale", c_float),
     )
 
@@ -255,6 +264,13 @@ class DeltaNet(Structure):
     )
 
 
+class Streams(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("router", "predictions", "corrections", "scale", "rows")),
+        ("count", c_int64),
+    )
+
+
 class StepRows(Structure):
     _fields_ = (
         ("arrays", c_void_p),
@@ -267,6 +283,7 @@ class StepRows(Structure):
         ("num_verified", c_int64),
         ("num_scored", c_int64),
         ("has_adapters", c_int64),
+        ("has_ends", c_int64),
     )
 
 

@@ -2,8 +2,8 @@
 
 `plan`, once per step and window, cuts the rows' contexts into chunks and lists them. `attend`, once per layer, works
 through the list with as many blocks as the device runs at a time. Both read lengths on the device, so one captured
-graph serves all steps of a padded number of rows. A row's output depends only on the row: see
-kernels/decode/decode_items.cuh.
+graph serves all steps of a padded number of rows. A row's output depends only on the row, unless
+`KernelChoices.chunk_levels` cuts it by the length of all rows.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ _MAX_ROWS = (1 << 16) - 1
 """Most rows. The sampler's grids have a row in their second dimension, which CUDA limits."""
 _MAX_SMS = 1 << 12
 _PLAN_THREADS = 512
+_FULL_ITEMS_OF_BLOCK = 3.9
+"""Chunks of one head that a block has in a step which fills the device."""
 SM_SHARED_BYTES = (100 << 10, 164 << 10, 228 << 10)
 """Shared memory of a multiprocessor: of sm_86, sm_89 and sm_120; of sm_80; of sm_90 and sm_100."""
 _RESERVED_SHARED_BYTES = 1024
@@ -66,16 +68,7 @@ _RESERVED_SHARED_BYTES = 1024
 _ACTS = {dtype: np.int32(value) for dtype, value in ACT_MACRO.items()}
 
 
-def _chunk_macro(chunk_tokens: int) -> tuple[tuple[str, int], ...]:
-    return () if chunk_tokens == CONSTANTS.chunk_tokens else (("CHUNK_TOKENS", chunk_tokens),)
-
-
-def _plan(chunk_tokens: int) -> Kernel:
-    macros = (("NUM_THREADS", _PLAN_THREADS), *_chunk_macro(chunk_tokens))
-    return Kernel("decode/decode_plan.cu", "plan_decode", macros, _PLAN_THREADS)
-
-
-PLAN = _plan(CONSTANTS.chunk_tokens)
+PLAN = Kernel("decode/decode_plan.cu", "plan_decode", (("NUM_THREADS", _PLAN_THREADS),), _PLAN_THREADS)
 
 
 def kernels() -> Iterator[Kernel]:
@@ -94,8 +87,8 @@ class DecodeWorkspace:
 
     items: Tensor
     """int32 [max_rows * max_chunks, 4]: row, slot, context length, chunk."""
-    num_items: Tensor
-    """int32 [1]."""
+    plan: Tensor
+    """int32 [2]: the number of items, and the tokens of the shortest chunk."""
     partial_out: Tensor
     """fp32 [max_rows, num_heads, max_chunks, head_dim]."""
     partial_peaks: Tensor
@@ -138,26 +131,29 @@ class DecodeAttention:
         self.softcap = softcap
         self.max_rows = max_rows
         self.window_tokens = window_tokens
-        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads, choices.chunk_tokens)
-        """Most chunks per row. A chunk has choices.chunk_tokens; longer rows double that until their chunks are at most
-        this."""
+        has_levels = bool(choices.chunk_levels) and not window_tokens
+        shortest = choices.chunk_tokens // 2 if has_levels else choices.chunk_tokens
+        self.max_chunks = _max_chunks(max_context_tokens, window_tokens, layout.num_kv_heads, shortest)
+        """Most chunks per row. A chunk has the step's fewest tokens; longer rows double that until their chunks are at
+        most this."""
         ring_tiles, blocks_per_sm = _ring(layout.kv_dtype, layout.head_dim, shared_bytes_per_sm, choices.ring_tiles)
         self.kernel = _attention(layout.kv_dtype, layout.head_dim, ring_tiles, choices)
-        self._plan_kernel = _plan(choices.chunk_tokens)
         num_blocks = min(num_sms * blocks_per_sm, max_rows * self.max_chunks * layout.num_kv_heads)
         self._grid: Grid = (num_blocks, 1, 1)
-        self._plan_scalars = (np.int32(window_tokens), np.int32(self.max_chunks))
+        full_items = int(_FULL_ITEMS_OF_BLOCK * num_sms * blocks_per_sm / layout.num_kv_heads) + 1 if has_levels else 0
+        window = (np.int32(window_tokens), np.int32(self.max_chunks))
+        self._plan_scalars = (np.int32(choices.chunk_tokens), np.int32(full_items), *window)
         self._scalars = (
             np.int32(num_heads // layout.num_kv_heads),
             np.int32(layout.num_kv_heads),
             np.int32(layout.page_size_tokens.bit_length() - 1),
-            *self._plan_scalars,
+            *window,
             np.float32(scale),
             np.float32(softcap),
         )
 
     def kernels(self) -> tuple[Kernel, ...]:
-        return self._plan_kernel, self.kernel
+        return PLAN, self.kernel
 
     @property
     def workspace_bytes(self) -> int:
@@ -165,7 +161,7 @@ class DecodeAttention:
         max(16, 256 / KV heads), so this is at most about 1 KB · max_rows · group · (head_dim + 2)."""
         rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
         per_row = chunks * (16 + heads * (self.layout.head_dim + 2) * 4) + self.layout.num_kv_heads * 4
-        return rows * per_row + 12
+        return rows * per_row + 16
 
     def make_workspace(self, device: str | torch.device) -> DecodeWorkspace:
         rows, heads, chunks = self.max_rows, self.num_heads, self.max_chunks
@@ -175,7 +171,7 @@ class DecodeAttention:
 
         return DecodeWorkspace(
             items=zeros(rows * chunks, 4, dtype=torch.int32),
-            num_items=zeros(1, dtype=torch.int32),
+            plan=zeros(2, dtype=torch.int32),
             partial_out=zeros(rows, heads, chunks, self.layout.head_dim, dtype=torch.float32),
             partial_peaks=zeros(rows, heads, chunks, 2, dtype=torch.float32),
             tickets=zeros(rows, self.layout.num_kv_heads, dtype=torch.int32),
@@ -194,8 +190,8 @@ class DecodeAttention:
             raise ValueError(
                 f"{num_rows} rows; at most {min(self.max_rows, len(context_lens), len(slots))} are allowed"
             )
-        arguments = (context_lens, slots, workspace.items, workspace.num_items)
-        launcher.launch(self._plan_kernel, (1, 1, 1), *arguments, int32(num_rows), *self._plan_scalars)
+        arguments = (context_lens, slots, workspace.items, workspace.plan)
+        launcher.launch(PLAN, (1, 1, 1), *arguments, int32(num_rows), *self._plan_scalars)
 
     def attend(
         self,
@@ -223,7 +219,7 @@ class DecodeAttention:
             layer_cache,
             page_table,
             workspace.items,
-            workspace.num_items,
+            workspace.plan,
             workspace.partial_out,
             workspace.partial_peaks,
             workspace.tickets,
@@ -270,7 +266,6 @@ def _attention(kv_dtype: str, head_dim: int, ring_tiles: int, choices: KernelCho
         ("HEAD_DIM", head_dim),
         ("NUM_WARPS", NUM_WARPS),
         ("RING_TILES", ring_tiles),
-        *_chunk_macro(choices.chunk_tokens),
     )
     return Kernel(
         "decode/decode_attention.cu", "decode_attention", macros, 32 * NUM_WARPS, rings, is_dependent=True,

@@ -34,6 +34,9 @@ class KernelChoices:
     """The share of a multiprocessor's memory that is shared memory, not L1, while decode attention runs."""
     chunk_tokens: int = 256
     """Shortest chunk of a row's context in decode attention."""
+    chunk_levels: int = 0
+    """1: chunks of decode attention are longer in steps of many tokens and shorter in those of few, so a row's bits
+    depend on its batch; 0: always the same."""
     query_rows: int = 128
     """Query rows of a block of prefill attention, for heads of at most 128 values."""
     key_tokens: int = 64
@@ -46,6 +49,15 @@ class KernelChoices:
     """Most rows of a decode step whose products are fused kernels of ours, in unquantised models."""
     small_product_rows: int = 32
     """The same for models with hidden states narrower than SMALL_HIDDEN_SIZE."""
+    quantised_rows: int = 64
+    """Most rows for which a kernel of ours multiplies with quantised weights; more rows widen the weights first. Below
+    64 a captured mixed step may have other bits than the same step alone."""
+    rounded_rows: int = 257
+    """Fewest rows that get 8 bits, where a checkpoint or --quantize fp8 asks for it. 257 is more than a captured step
+    has: not measured is whether a library allocates memory for such products while a step is captured."""
+    whole_products: int = 0
+    """1: with --deterministic a product has all rows at once, where the GPU was found to give each row the bits that it
+    has alone; 0: blocks of rows."""
 
     @property
     def uses_wgmma(self) -> bool:
@@ -62,10 +74,14 @@ class KernelChoices:
         ours, constants = (
             {
                 "chunk tokens": choices.chunk_tokens,
+                "chunk levels": choices.chunk_levels,
                 "key tokens": choices.key_tokens,
                 "wgmma": int(choices.uses_wgmma),
                 "product rows": choices.product_rows,
                 "small product rows": choices.small_product_rows,
+                "quantised rows": choices.quantised_rows,
+                "rounded rows": choices.rounded_rows,
+                "whole products": choices.whole_products,
             }
             for choices in (self, CONSTANTS)
         )
@@ -88,12 +104,16 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "ring_tiles": (3, 4, 5, 6, 7, 8),
     "carveout_percent": (DRIVERS_CHOICE, 50, 75, 100),
     "chunk_tokens": (128, 256, 512),
+    "chunk_levels": (0, 1),
     "query_rows": (64, 128),
     "key_tokens": (32, 64),
     "wgmma": (0, 1),
     "mixed_tokens": (0, 64, 128, 256, 512, 1024, 2048),
     "product_rows": _PRODUCT_ROWS,
     "small_product_rows": _PRODUCT_ROWS,
+    "quantised_rows": (16, 24, 32, 40, 48, 64),
+    "rounded_rows": (17, 33, 65, 129, 257),
+    "whole_products": (0, 1),
 }
 
 

@@ -53,15 +53,16 @@ class CudaOps(DeviceWeights):
         max_rows: int,
         matmul: Matmul,
         *,
-        rounds_rows: bool = False,
+        rounded_rows: int | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """rounds_rows: as `workspace_plan.rounds_rows`. memory: of the weights, by default this process's own."""
+        """rounded_rows: the fewest that get 8 bits; None: no rows do. memory: of the weights, by default this
+        process's own."""
         rounded = None
-        if rounds_rows:
+        if rounded_rows is not None:
             rounded = RoundedProducts(
                 device.launcher, device.torch_device, dtype, max_tokens, max_linear_inputs(config),
-                device.compute_capability,
+                device.compute_capability, rounded_rows,
             )  # fmt: skip
         quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded, memory)
         super().__init__(device.torch_device, dtype, quantized, memory)

@@ -21,7 +21,7 @@ from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import Residual, head_shape, narrow
 from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul
+from penstock.backend.passes.cuda.ops.matmul import Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.row_products import (
     HEAD_DIM_UNIT,
@@ -42,14 +42,14 @@ from penstock.backend.passes.ops.interface import AttentionLayer
 def fuses(config: DecoderConfig, dtype: torch.dtype, matmul: Matmul) -> bool:
     """Whether decode steps of few rows run in fused kernels.
 
-    Not with `BlockedMatmul`: there all products of a weight use one kernel, whatever the number of rows.
+    Not with an invariant `Matmul`: there all products of a weight use one kernel, whatever the number of rows.
     """
     names = config.names
     is_plain = names.attention_output_norm is None and names.mlp_output_norm is None and not config.parallel_blocks
     has_norms = config.norm == "rms" and names.attention_norm is not None and names.mlp_norm is not None
     return (
         dtype == ROW_DTYPE
-        and not isinstance(matmul, BlockedMatmul)
+        and not matmul.is_invariant
         and is_plain
         and has_norms
         and config.experts is None
@@ -68,15 +68,15 @@ def make_ops(
     max_rows: int,
     matmul: Matmul,
     *,
-    rounds_rows: bool,
+    rounded_rows: int | None,
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
 ) -> CudaOps:
     """Return the operations of a model. product_rows is the setting of `FusedCudaOps`; the other arguments are those of
     `CudaOps`."""
     if not fuses(config, dtype, matmul):
-        return CudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
-    ops = FusedCudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounds_rows=rounds_rows, memory=memory)
+        return CudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
+    ops = FusedCudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
     ops.product_rows = product_rows
     return ops
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS
+
 BLOCK_ROWS = 128
 """Small enough that reading the weights takes longer than the arithmetic: with 16-bit weights a product of M rows does
 M operations per byte, and an H200 can do about 180 (computed, not measured). Large enough that each block begins at a
@@ -41,6 +43,10 @@ class Matmul(Protocol):
         A row of its results never depends on the other rows.
         """
 
+    @property
+    def is_invariant(self) -> bool:
+        """Whether all products of a weight use one kernel, so that a row has the same bits in any batch."""
+
     def padded_rows(self, num_rows: int) -> int:
         """Return the rows that a buffer must have so that `multiply` can use its first num_rows."""
 
@@ -51,11 +57,13 @@ class Matmul(Protocol):
         """Write x [T, in] · weights to out [T, out]; return out. Both must begin buffers of `padded_rows(T)` rows."""
 
 
+@dataclass(frozen=True, slots=True)
 class WholeMatmul:
     """One product for all rows. The library may choose a kernel with another summation order for another number of
-    rows."""
+    rows, unless the GPU was found to be invariant."""
 
-    kernel_rows = 64
+    kernel_rows: int = CONSTANTS.quantised_rows
+    is_invariant: bool = False
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
@@ -64,7 +72,18 @@ class WholeMatmul:
         return 1
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
-        return _multiply(x, weights, out)
+        return multiply(x, weights, out)
+
+
+def forbid_split_sums() -> None:
+    """Forbid the library, in this process, to split a product's sums among blocks (torch >= 2.10): an H100 then gave a
+    row the same bits in products of 1 to 2,048 rows."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
+INVARIANT_MATMUL = WholeMatmul(sys.maxsize, is_invariant=True)
+"""For a GPU whose library gives a row the same bits in a product of any number of rows."""
 
 
 class BlockedMatmul:
@@ -74,6 +93,7 @@ class BlockedMatmul:
     """
 
     kernel_rows = sys.maxsize
+    is_invariant = True
 
     def __init__(self, block_rows: int = BLOCK_ROWS) -> None:
         self._block_rows = block_rows
@@ -86,7 +106,7 @@ class BlockedMatmul:
 
     def multiply(self, x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
         for first in range(0, len(x), self._block_rows):
-            _multiply(self._block(x, first), weights, self._block(out, first))
+            multiply(self._block(x, first), weights, self._block(out, first))
         return out
 
     def _block(self, rows: Tensor, first: int) -> Tensor:
@@ -95,7 +115,8 @@ class BlockedMatmul:
         return rows.as_strided((self._block_rows, size), (stride, 1), rows.storage_offset() + first * stride)
 
 
-def _multiply(x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
+def multiply(x: Tensor, weights: CudaLinear, out: Tensor) -> Tensor:
+    """out [T, outputs] = x [T, in] · weights, in one product; return out."""
     if weights.bias is not None:
         scale = weights.scale
         return torch.addmm(weights.bias, x, weights.transposed, beta=scale, alpha=scale, out=out)

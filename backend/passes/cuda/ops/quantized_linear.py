@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.weight_forms.quantized_forms import GROUP_SIZES
 from penstock.backend.checkpoint.weight_forms.quantized_weights import INT4_GROUP_SIZES, QuantizedWeight
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory, PrivateMemory
-from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul, WholeMatmul
+from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul, multiply
 from penstock.backend.passes.cuda.ops.packed_weights import (
     MXFP4_FORM,
     CudaQuantizedLinear,
@@ -76,10 +76,14 @@ def form_macros(form: KernelForm) -> tuple[tuple[str, int], ...]:
     )  # fmt: skip
 
 
-def scratch_bytes(max_tokens: int, matmul: Matmul) -> int:
+def scratch_bytes(max_tokens: int, matmul: Matmul, rounds_rows: bool) -> int:
     """Memory that a model with packed linears needs in addition to them."""
-    widened = SCRATCH_BYTES if max_tokens > matmul.kernel_rows else 0
-    return widened + 4 * (max_tokens + 1)
+    return SCRATCH_BYTES * _needs_scratch(max_tokens, matmul, rounds_rows) + 4 * (max_tokens + 1)
+
+
+def _needs_scratch(max_tokens: int, matmul: Matmul, rounds_rows: bool) -> bool:
+    """For widened weights, or for sums of rounded rows."""
+    return max_tokens > matmul.kernel_rows or rounds_rows
 
 
 def num_launches(shape: tuple[int, int], dtype: torch.dtype) -> int:
@@ -106,7 +110,7 @@ class QuantizedProducts:
         rounded: RoundedProducts | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """rounded: products of the rows that get 8 bits, if any may. BlockedMatmul leaves it nothing to do. memory:
+        """rounded: products of the rows that get 8 bits, if any may. memory:
         where `take` packs to; by default this process's own."""
         self._memory = memory or PrivateMemory()
         self._launcher = launcher
@@ -114,6 +118,7 @@ class QuantizedProducts:
         self._dtype = dtype
         self._max_tokens = max_tokens
         self._kernel_rows = matmul.kernel_rows
+        self._needs_scratch = _needs_scratch(max_tokens, matmul, rounded is not None)
         self._rounded = rounded
         self._kernels: dict[KernelForm, tuple[Kernel, Kernel, Kernel]] = {}
 
@@ -158,15 +163,15 @@ class QuantizedProducts:
     def _allocate(self) -> None:
         """Allocate the memory of `scratch_bytes`; a model without such linears needs none."""
         device, num_values = self._torch_device, SCRATCH_BYTES // self._dtype.itemsize
-        if self._max_tokens > self._kernel_rows:
+        if self._needs_scratch:
             self._scratch = torch.empty(num_values, dtype=self._dtype, device=device)
         self._numbers = torch.arange(self._max_tokens + 1, dtype=torch.int32, device=device)
 
     def multiply(self, x: Tensor, weights: CudaQuantizedLinear, out: Tensor) -> Tensor:
         """Write (x [T, in] · weights + bias) × scale to out [T, out]; return out."""
+        if self._rounded is not None and self._rounded.takes(weights, len(x), self._scratch):
+            return self._rounded.multiply(x, weights, out, self._scratch)
         if len(x) > self._kernel_rows:
-            if self._rounded is not None and self._rounded.takes(weights, len(x), self._scratch):
-                return self._rounded.multiply(x, weights, out, self._scratch)
             return self._multiply_widened(x, weights, out)
         all_rows = self._numbers[len(x) : len(x) + 1]
         self.multiply_experts(x, weights, 1, all_rows, all_rows, out, gathers=False)
@@ -219,7 +224,7 @@ class QuantizedProducts:
             self._launcher.launch(kernel, grid, *weights.parts, widened, *sizes)
             bias = None if weights.bias is None else weights.bias[first : first + count]
             part = CudaLinear(widened, widened.t(), bias, weights.scale)
-            WholeMatmul().multiply(x, part, out[:, first : first + count])
+            multiply(x, part, out[:, first : first + count])
         return out
 
 

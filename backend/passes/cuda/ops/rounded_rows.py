@@ -19,9 +19,6 @@ from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Laun
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear, KernelForm, chunk_inputs
 
 ROUNDED_FORMS: tuple[PackedForm | Float8Form, ...] = (PackedForm(None), Float8Form(None))
-MIN_ROUNDED_ROWS = 257
-"""Captured steps of such models have fewer rows: memory that the library allocates for a product never becomes part of
-a graph."""
 FLOAT8_CAPABILITY = (8, 9)
 """The first GPUs with products of E4M3."""
 _OUTPUTS_MULTIPLE = 16
@@ -61,12 +58,15 @@ class RoundedProducts:
         max_tokens: int,
         max_inputs: int,
         capability: tuple[int, int],
+        min_rows: int,
     ) -> None:
+        """min_rows: see `KernelChoices.rounded_rows`."""
         self._launcher = launcher
         self._torch_device = torch_device
         self._dtype = dtype
         self._max_tokens = max_tokens
         self._max_inputs = max_inputs
+        self._min_rows = min_rows
         self._has_float8 = capability >= FLOAT8_CAPABILITY and dtype is torch.bfloat16
         self._kernels: dict[KernelForm, tuple[Kernel, ...]] = {}
 
@@ -88,7 +88,7 @@ class RoundedProducts:
 
     def takes(self, weights: CudaQuantizedLinear, num_rows: int, scratch: Tensor) -> bool:
         """Whether `multiply` serves the product. The contents of the rows do not matter."""
-        if num_rows < MIN_ROUNDED_ROWS or weights.form not in self._kernels or weights.shape[0] % _OUTPUTS_MULTIPLE:
+        if num_rows < self._min_rows or weights.form not in self._kernels or weights.shape[0] % _OUTPUTS_MULTIPLE:
             return False
         if isinstance(weights.form, Float8Form):
             return weights.scale == 1.0  # the library has no other one

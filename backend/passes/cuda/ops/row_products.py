@@ -36,6 +36,9 @@ _OUTPUT_TILES = (32, 16)
 _NUM_UNUSED = 4
 _FEW_OUTPUTS = 4096
 """Below it tiles have 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
+_FEW_ROWS = 4
+"""Up to it q, k, v, gate and up have tiles of 16 outputs: three blocks fit a multiprocessor instead of two, so the last
+wave of blocks fills a GPU better. More rows would read the rows too often."""
 
 RowLinear: TypeAlias = CudaLinear | CudaQuantizedLinear
 RowForm: TypeAlias = KernelForm | None
@@ -48,12 +51,12 @@ def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
     yield _WEIGH
     for form in ROW_FORMS:
+        yield _product("multiply_rows", _OUTPUT_TILES[0], form)
         for tile in _OUTPUT_TILES:
             yield _product("multiply_and_add", tile, form)
-        for entry in ("multiply_and_gate", "multiply_rows"):
-            yield _product(entry, _OUTPUT_TILES[0], form)
-        for kv_dtype in KV_MACRO:
-            yield _store(kv_dtype, form)
+            yield _product("multiply_and_gate", tile, form)
+            for kv_dtype in KV_MACRO:
+                yield _store(kv_dtype, tile, form)
 
 
 def form_of(linear: RowLinear) -> RowForm:
@@ -105,9 +108,10 @@ class RowProducts:
         yield _WEIGH
         for form in forms:
             yield _product("multiply_and_add", self._tile, form)
-            yield _product("multiply_and_gate", _OUTPUT_TILES[0], form)
             yield _product("multiply_rows", _OUTPUT_TILES[0], form)
-            yield _store(self._kv_dtype, form)
+            for tile in _OUTPUT_TILES:
+                yield _product("multiply_and_gate", tile, form)
+                yield _store(self._kv_dtype, tile, form)
 
     def weigh(self, residual: Tensor, norm: Tensor, hidden: Tensor) -> WeighedRows:
         """Begin the norm of residual [n, hidden] fp32 with the weight norm [hidden], in the memory of `hidden`."""
@@ -133,9 +137,10 @@ class RowProducts:
         """out [n, width] = silu(gate) * up of the norm's rows; the linear's outputs are [gate | up]."""
         num_rows, width = out.shape
         sizes = (num_rows, width, rows.values.shape[1], rows.squares.shape[1])
-        kernel = _product("multiply_and_gate", _OUTPUT_TILES[0], form_of(linear))
+        tile = _OUTPUT_TILES[num_rows <= _FEW_ROWS]
+        kernel = _product("multiply_and_gate", tile, form_of(linear))
         self._launcher.launch(
-            kernel, (-(-width // (_OUTPUT_TILES[0] // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
+            kernel, (-(-width // (tile // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
             out, *map(int32, sizes), self._eps, *_factors(linear),
         )  # fmt: skip
 
@@ -173,9 +178,10 @@ class RowProducts:
             heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if rope is None else self._rotary_dim,
             norms is not None,
         )  # fmt: skip
-        kernel = _store(self._kv_dtype, form_of(linear))
+        tile = _OUTPUT_TILES[len(qkv) <= _FEW_ROWS]
+        kernel = _store(self._kv_dtype, tile, form_of(linear))
         self._launcher.launch(
-            kernel, (qkv.shape[1] // _OUTPUT_TILES[0], 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
+            kernel, (qkv.shape[1] // tile, 1, 1), rows.values, rows.squares, *self._parts(linear), qkv,
             q_norm, k_norm, table if query_rope is None else query_rope, table, layer_cache, page_table,
             step_rows.context_lens, step_rows.slots, self._tickets, *map(int32, sizes), self._eps,
             *_factors(linear),
@@ -212,8 +218,7 @@ def _product(entry: str, tile: int, form: RowForm) -> Kernel:
 
 
 @cache
-def _store(kv_dtype: str, form: RowForm) -> Kernel:
-    tile = _OUTPUT_TILES[0]
+def _store(kv_dtype: str, tile: int, form: RowForm) -> Kernel:
     macros = (*_macros(tile, form), ("KV_DTYPE", KV_MACRO[kv_dtype]))
     return Kernel(
         "products/qkv_product.cu", "multiply_and_store", macros, _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True

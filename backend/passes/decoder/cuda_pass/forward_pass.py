@@ -114,7 +114,7 @@ class CudaDecoderPass:
         with torch.inference_mode():
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
-                rounds_rows=rounds, memory=self._memory,
+                rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
                 product_rows=sizes.choices.product_rows_of(config.hidden_size),
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)

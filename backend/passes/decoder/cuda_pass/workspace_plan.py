@@ -25,9 +25,15 @@ from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, Matmul, WholeMatmul
+from penstock.backend.passes.cuda.ops.matmul import (
+    INVARIANT_MATMUL,
+    BlockedMatmul,
+    Matmul,
+    WholeMatmul,
+    forbid_split_sums,
+)
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
-from penstock.backend.passes.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS, ROUNDED_FORMS, row_bytes
+from penstock.backend.passes.cuda.ops.rounded_rows import ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
@@ -132,7 +138,7 @@ def plan_spec(
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
-        quantized_linear.scratch_bytes(sizes.max_tokens, matmul) if packed and takes_packed(dtype) else 0,
+        quantized_linear.scratch_bytes(sizes.max_tokens, matmul, rounds) if packed and takes_packed(dtype) else 0,
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
@@ -168,16 +174,23 @@ def captured_sizes(
     """Return the tokens of captured mixed steps.
 
     weight_bytes is `PassSpec.weight_bytes`; weights is the number of weights. rounds_rows is the result of that
-    function. Such steps have few enough rows that none is rounded: a library that allocates for products of 8 bits
-    would do so in a graph.
+    function. Unless decode steps round rows too, none of such a step is rounded: a library that allocates for
+    products of 8 bits would do so in a graph.
     """
-    max_tokens = min(sizes.max_tokens, MIN_ROUNDED_ROWS - 1) if rounds_rows else sizes.max_tokens
+    max_tokens, rounded_rows = sizes.max_tokens, sizes.choices.rounded_rows
+    if rounds_rows and rounded_rows > MAX_GRAPH_ROWS:
+        max_tokens = min(max_tokens, rounded_rows - 1)
     max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
     return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
-    return BlockedMatmul() if sizes.deterministic else WholeMatmul()
+    if not sizes.deterministic:
+        return WholeMatmul(sizes.choices.quantised_rows)
+    if not sizes.choices.whole_products:
+        return BlockedMatmul()
+    forbid_split_sums()
+    return INVARIANT_MATMUL
 
 
 def rounds_rows(
@@ -188,7 +201,8 @@ def rounds_rows(
     Only with such a checkpoint or --quantize fp8, and never if a row must have the same bits in a step of any size.
     """
     is_declared = formats.rounds_rows if quantization is None else quantization.is_float
-    return is_declared and takes_packed(dtype) and not sizes.deterministic and sizes.max_tokens >= MIN_ROUNDED_ROWS
+    has_rows = not sizes.deterministic and sizes.max_tokens >= sizes.choices.rounded_rows
+    return is_declared and takes_packed(dtype) and has_rows
 
 
 def check_quantization(quantization: Quantization, config: DecoderConfig, dtype: torch.dtype) -> None:

@@ -30,12 +30,11 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.process import cache_directory
 from penstock.shm.messages import Sampling
+from tests.backend.checkpoint.gguf.converted_tensors import as_converted, converted
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
     add_mtp_layer,
-    as_converted,
     byte_level_vocabulary,
-    converted,
     from_model,
     fuse_qkv,
     interleave,
@@ -143,6 +142,7 @@ ARCHITECTURES = {
     "qwen3.5-moe": "qwen35moe",
     "mixtral": "llama",
     **{name: name for name in _SAME},
+    "gemma3n": "gemma3n",
     "ministral3": "mistral3",
     "phi3-longrope": "phi3",
     "olmo2": "olmo2",
@@ -158,6 +158,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma3n": {"vocab_size_per_layer_input": 256},
     "granite": {"attention_bias": False},
     "olmo3": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],

@@ -37,15 +37,21 @@ def attend_exactly(
     scale: float,
     cap: float | None,
     sinks: Tensor | None,
+    seen: range,
 ) -> Tensor:
-    """Attention of q [n, heads, dim] at positions from `first` on, over k and v [m, kv_heads, dim], in float64."""
+    """Attention of q [n, heads, dim] at positions from `first` on, over k and v [m, kv_heads, dim], in float64.
+
+    Those at the positions in seen attend to all of them.
+    """
     num_queries, num_heads, dim = q.shape
     queries = q.double().view(num_queries, k.shape[1], -1, dim)
     scores = torch.einsum("pkgd,nkd->pkgn", queries, k.double()) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     distances = torch.arange(first, first + num_queries)[:, None] - torch.arange(len(k))
-    is_hidden = (distances < 0) | (distances >= (window or len(k)))
+    own, other = torch.arange(first, first + num_queries)[:, None], torch.arange(len(k))
+    both_ways = (own >= seen.start) & (own < seen.stop) & (other >= seen.start) & (other < seen.stop)
+    is_hidden = ((distances < 0) & ~both_ways) | (distances >= (window or len(k)))
     scores = scores.masked_fill(is_hidden[:, None, None], -torch.inf)
     if sinks is not None:
         own = sinks.double().view(1, k.shape[1], -1, 1).expand(*scores.shape[:3], 1)
@@ -79,6 +85,7 @@ def attended_exactly(
     scale: float,
     cap: float | None,
     sinks: tuple[float, ...] | None,
+    seen: range,
 ) -> Tensor:
     """What `check_attention` expects; kept, because all implementations are compared with it."""
     num_heads, kv_heads, dim = shape
@@ -88,7 +95,7 @@ def attended_exactly(
     for own, context in zip(rows, contexts, strict=True):
         k, v = (as_cached(x, kv_dtype) for x in own[:, num_heads:].chunk(2, dim=1))
         own_sinks = None if sinks is None else torch.tensor(sinks)
-        exact.append(attend_exactly(own[context:, :num_heads], k, v, context, window, scale, cap, own_sinks))
+        exact.append(attend_exactly(own[context:, :num_heads], k, v, context, window, scale, cap, own_sinks, seen))
     return torch.cat(exact)
 
 
@@ -102,12 +109,17 @@ def check_attention(
     page_size: int,
     window: int | None = None,
     sinks: Tensor | None = None,
+    seen: range = range(0),
 ) -> None:
-    """Write random contexts in one step; check attention of the next step's queries."""
+    """Write random contexts in one step; check attention of the next step's queries.
+
+    In each row the tokens at the positions in seen attend to each other both ways.
+    """
     ops, shape = harness.ops, (config.num_heads, config.num_kv_heads, config.head_dim)
     num_heads, _, dim = shape
     own_sinks = None if sinks is None else ops.vector(sinks)
-    layer, cap = replace(PLAIN, window_tokens=window, sinks=own_sinks), config.scales.scores_softcap
+    layer = replace(PLAIN, window_tokens=window, sinks=own_sinks, sees_ahead=bool(seen))
+    cap = config.scales.scores_softcap
     whole = step_batch([0] * len(contexts), [c + n for c, n in zip(contexts, lengths, strict=True)], page_size)
     qkv = random_qkv(whole.num_tokens, shape, dtype)
     step = ops.begin_step(whole, whole.input_ids)
@@ -121,12 +133,16 @@ def check_attention(
         query_starts=np.cumsum([0, *lengths]).astype(np.int32),
         context_lens=np.array(contexts, np.int32),
     )
+    if seen:
+        own = np.concatenate([np.arange(c, c + n) for c, n in zip(contexts, lengths, strict=True)])
+        seen_ends = np.where((own >= seen.start) & (own < seen.stop), seen.stop, own + 1)
+        batch = replace(batch, visible_ends=seen_ends.astype(np.int32))
     step = ops.begin_step(batch, batch.input_ids)
     found = harness.get("_attended", ops.attention(harness.put("_qkv", qkv[tokens]), step, layer), len(tokens))
 
     sink_values = None if sinks is None else tuple(sinks.tolist())
     exact = attended_exactly(
-        shape, dtype, kv_dtype, tuple(contexts), tuple(lengths), window, config.score_scale, cap, sink_values
+        shape, dtype, kv_dtype, tuple(contexts), tuple(lengths), window, config.score_scale, cap, sink_values, seen
     )
     # The kernels multiply a q8_0 cache by queries and weights of 16 bits.
     tolerance = 1e-4 if kv_dtype == "q8_0" else 1e-5
@@ -175,6 +191,16 @@ def test_attention_with_sinks_matches_float64(
     contexts, lengths = [0, 5, 100, 70, 12, 1500], [1, 1, 1, 20, 33, 1]
     harness = OpsHarness(make_ops(BASE, dtype), 130, 16, kv_dtype)
     check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, 16, window, sinks)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize("window", [None, 90])
+def test_tokens_of_a_picture_attend_to_each_other_both_ways(
+    window: int | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
+) -> None:
+    """Rows before, within and behind a picture of more than a piece of 512 positions."""
+    harness = OpsHarness(make_ops(BASE, dtype), 130, 16, kv_dtype)
+    check_attention(harness, BASE, dtype, kv_dtype, [0, 300, 650], [640, 310, 1], 16, window, seen=range(20, 605))
 
 
 HEADS = [

@@ -115,7 +115,9 @@ main.main()
 """A backend that ends when it is ready."""
 
 
-@pytest.mark.parametrize(("architecture", "quantize"), [("gemma2", "int4"), ("qwen3-next", "int8")])
+@pytest.mark.parametrize(
+    ("architecture", "quantize"), [("gemma2", "int4"), ("gemma3n", "int8"), ("qwen3-next", "int8")]
+)
 def test_backend_that_maps_the_file_imports_no_torch(
     architecture: str, quantize: str, tmp_path: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

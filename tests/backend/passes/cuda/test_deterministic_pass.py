@@ -13,7 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.passes.cuda.device.kernel_choices import KernelChoices
 from penstock.backend.passes.cuda.ops import matmul
+from penstock.backend.passes.decoder.cuda_pass import workspace_plan
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import StepGraphs
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.cuda.tiny_models import checkpoint, options, prompts
@@ -33,6 +35,7 @@ MODELS = [
 """Architecture, dtype of the weights, dtype of the cache: several group sizes, with windows and biases."""
 
 Model = tuple[str, str, str]
+LIBRARYS_PRODUCT = torch.mm
 
 pytestmark = pytest.mark.usefixtures("choosy_library")
 
@@ -41,6 +44,13 @@ def make(model: Model, seed: int = 0, *, deterministic: bool = True) -> Driver:
     architecture, dtype, kv_dtype = model
     made = EmulatedCudaPass.load(checkpoint(architecture), replace(options(dtype, 192), deterministic=deterministic))
     return Driver(made, num_pages=32, page_size=16, kv_dtype=kv_dtype, seed=seed)
+
+
+def multiply_alone(x: torch.Tensor, weights: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Each row by itself."""
+    for row, result in zip(x.split(1), out.split(1), strict=True):
+        LIBRARYS_PRODUCT(row, weights, out=result)
+    return out
 
 
 def generate(driver: Driver, row: DriverRow, chunk: int | None = None) -> list[NDArray[np.float32]]:
@@ -133,6 +143,21 @@ def test_rows_that_fill_up_a_block_do_not_matter() -> None:
             driver.forward_pass._ops._logits.fill_(torch.nan)
         found.append(driver.prefill()[row.slot] if step == 0 else driver.step([(row, 1)])[row.slot])
     require_same_bits(found, alone(model))
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_whole_products_keep_bits_where_the_library_does(is_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice for GPUs whose library gives a row the bits that it has alone; the other library shows the effect."""
+    monkeypatch.setattr(workspace_plan, "adopted_choices", lambda _: (KernelChoices(whole_products=1), "of this test"))
+    monkeypatch.setattr(StepGraphs, "size_for", lambda _self, _num_rows: None)
+    if is_invariant:
+        monkeypatch.setattr(torch, "mm", multiply_alone)
+    by_itself = generate_alone(MODELS[0])
+    driver = make(MODELS[0], seed=7)
+    for other in OTHER_PROMPTS:
+        driver.add(other)
+    found = generate(driver, driver.add(PROMPT))
+    assert np.array_equal(np.stack(found).view(np.int32), np.stack(by_itself).view(np.int32)) == is_invariant
 
 
 @pytest.mark.parametrize("others", ["batch", "chunks"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.backend.passes.cuda.attention import prefill_attention
+from penstock.backend.passes.cuda.device.kernel_choices import KernelChoices
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, mixed_sizes
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, captured_sizes
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
@@ -168,11 +169,13 @@ def test_sizes_are_few_and_end_with_the_largest_captured_step() -> None:
     assert mixed_sizes(2048, 64, 0) == []
 
 
-def test_no_captured_step_rounds_rows() -> None:
-    """The library may allocate for products of 8 bits, which begin at 257 rows."""
+def test_only_steps_beyond_captured_decodes_round_rows_unless_chosen() -> None:
+    """The library may allocate for products of 8 bits, which by default begin at 257 rows."""
     sizes = StepSizes(64, 1024, 4096)
     assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=True) == [64, 128, 192, 256]
     assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=False)[-1] == 1024
+    sizes = StepSizes(64, 1024, 4096, choices=KernelChoices(rounded_rows=17))
+    assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=True)[-1] == 1024, "decode steps round rows too"
 
 
 def test_only_steps_whose_launches_take_longer_than_their_products_are_captured() -> None:

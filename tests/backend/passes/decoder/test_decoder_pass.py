@@ -38,7 +38,7 @@ SHORT = (1, 7, 16, 17, 35)
 """Token by token: across pages, and twice the windows."""
 ON_ALL_PATHS = (
     *("llama3", "llama-bias", "mistral", "qwen3", "phi3-partial", "gemma2"),
-    *("cohere-qk-norm", "starcoder2", "olmo3", "qwen2-moe", "gpt-oss", "gemma4-e", "gemma4-moe", "qwen3.5"),
+    *("cohere-qk-norm", "starcoder2", "olmo3", "qwen2-moe", "gpt-oss", "gemma3n", "gemma4-moe", "qwen3.5"),
 )
 """Presets that together use every operation, with every variation."""
 KV_DTYPES = ("fp32", "bf16", "q8_0")

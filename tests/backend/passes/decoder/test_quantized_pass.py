@@ -110,6 +110,7 @@ CASES = [
     ("qwen3-moe", torch.float32),
     ("qwen2-moe", torch.bfloat16),
     ("gpt-oss", torch.float32),
+    ("gemma3n", torch.float32),
     ("gemma4-e", torch.float32),
     ("gemma4-moe", torch.float32),
     ("qwen3.5", torch.float32),
@@ -117,8 +118,8 @@ CASES = [
 ]
 """With biases and an lm_head of its own; with a tied embedding; with stacked tensors; with rows in another order; with
 a plain MLP; with norms of products, soft caps and a scaled embedding; with experts; with a shared one beside them; with
-biases of experts; with inputs of layers and shared keys; with experts beside the MLP; with delta rules, of one with
-rows in another order."""
+biases of experts; with several residual streams; with inputs of layers and shared keys; with experts beside the MLP;
+with delta rules, of one with rows in another order."""
 
 
 @pytest.mark.parametrize("mode", MODES)

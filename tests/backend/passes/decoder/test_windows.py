@@ -35,7 +35,7 @@ def test_pages_behind_the_window_are_not_read(architecture: str, kv_dtype: str, 
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.parametrize(("architecture", "num_groups"), [("gemma3", 7), ("gemma4-e", 2)])
+@pytest.mark.parametrize(("architecture", "num_groups"), [("gemma3", 7), ("gemma3n", 4), ("gemma4-e", 2)])
 def test_requests_in_few_pages_have_the_tokens_of_transformers(
     architecture: str, num_groups: int, make_usual_ops: MakeOps
 ) -> None:

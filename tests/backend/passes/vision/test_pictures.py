@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
+from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches, pad_along_first_dim
 
 from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.errors import StartupError
@@ -22,7 +23,7 @@ from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
 from tests.backend.harness import Bench
-from tests.presets import COMMON
+from tests.presets import COMMON, PRESETS
 
 IMAGE_TOKEN, NUM_TOKENS = 250, 6
 MEAN, STD = (0.4, 0.5, 0.6), (0.25, 0.3, 0.2)
@@ -33,6 +34,22 @@ _SIGLIP = {
     "num_attention_heads": 2,
     "image_size": 32,
     "patch_size": 8,
+}
+_ALTERNATING = {
+    "head_dim": 32,
+    "sliding_window": 10,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_GEMMA4_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "standardize": True,
 }
 _CLIP = _SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32}
 _PIXTRAL = _SIGLIP | {"model_type": "pixtral", "head_dim": 16, "image_size": 64}
@@ -48,6 +65,7 @@ class Model:
     settings: dict[str, Any] = field(default_factory=dict)
     originals: list[tuple[int, int]] = field(default_factory=list)
     """LLaVA-OneVision's heights and widths of pictures before they were cut into tiles."""
+    text_settings: dict[str, Any] = field(default_factory=lambda: {"sliding_window": None})
 
 
 MODELS = {
@@ -77,6 +95,30 @@ MODELS = {
         {"image_grid_pinpoints": [[32, 32], [64, 64]]},
         [(50, 37)],
     ),
+    "gemma3": Model(
+        "Gemma3",
+        "gemma3_text",
+        _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 4},
+        [(1, 32, 32), (1, 32, 32)],
+        {"mm_tokens_per_image": 16},
+        text_settings=_ALTERNATING,
+    ),
+    "gemma4": Model(
+        "Gemma4",
+        "gemma4_text",
+        _GEMMA4_VISION,
+        [(1, 48, 36), (1, 24, 96)],
+        {"audio_config": None},
+        text_settings=PRESETS["gemma4"].settings | _ALTERNATING | {"use_bidirectional_attention": "vision"},
+    ),
+    "gemma4-e": Model(
+        "Gemma4",
+        "gemma4_text",
+        _GEMMA4_VISION,
+        [(1, 48, 36)],
+        {"audio_config": None},
+        text_settings=PRESETS["gemma4-e"].settings,
+    ),
     "onevision-several": Model(
         "LlavaOnevision",
         "qwen2",
@@ -92,7 +134,7 @@ def make_oracle(model: Model, out_dir: Path) -> Any:
     """A random model, saved with the processor's settings."""
     text = {key: value for key, value in COMMON.items() if key != "tie_word_embeddings"} | {"model_type": model.text}
     config = getattr(transformers, f"{model.kind}Config")(
-        text_config=text | {"sliding_window": None},
+        text_config=text | model.text_settings,
         vision_config=dict(model.vision),
         tie_word_embeddings=False,
         **{"image_token_id": IMAGE_TOKEN} | model.settings,
@@ -109,6 +151,22 @@ def make_oracle(model: Model, out_dir: Path) -> Any:
     return oracle
 
 
+def gemma4_inputs(tiles: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the image processor pads them."""
+    values, places = [], []
+    for tile in tiles:
+        patches = convert_image_to_patches(tile[0].numpy(), 4)
+        columns = tile.shape[3] // 4
+        own = np.array([(index % columns, index // columns) for index in range(len(patches))])
+        padded = pad_along_first_dim(patches, own, 180)
+        values.append(padded[0])
+        places.append(padded[1])
+    return {
+        "pixel_values": torch.from_numpy(np.stack(values)),
+        "image_position_ids": torch.from_numpy(np.stack(places)),
+    }
+
+
 def oracle_logprobs(oracle: Any, model: Model, tokens: list[int], pixels: list[NDArray[np.uint8]]) -> torch.Tensor:
     """[vocabulary] after the tokens."""
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (MEAN, STD))
@@ -120,6 +178,11 @@ def oracle_logprobs(oracle: Any, model: Model, tokens: list[int], pixels: list[N
             inputs["pixel_values"] = torch.cat(tiles)[None]
         case "InternVL":
             inputs["pixel_values"] = torch.cat(tiles)
+        case "Gemma3":
+            inputs["pixel_values"] = torch.cat(tiles)
+            inputs["token_type_ids"] = (torch.tensor([tokens]) == IMAGE_TOKEN).int()
+        case "Gemma4":
+            inputs = gemma4_inputs(tiles) | {"mm_token_type_ids": (torch.tensor([tokens]) == IMAGE_TOKEN).int()}
         case "LlavaOnevision":
             inputs["pixel_values"], inputs["image_sizes"] = torch.stack(tiles), sizes
             inputs["batch_num_images"] = torch.tensor([len(tiles)])
@@ -139,7 +202,7 @@ def oracle_logprobs(oracle: Any, model: Model, tokens: list[int], pixels: list[N
 def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name]
     oracle = make_oracle(model, tmp_path)
-    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16)
+    options = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=20)
     described = DecoderPass.describe(tmp_path, options)
     served: Any = DecoderPass.load(tmp_path, options)
     tower = served.picture_tower
@@ -152,9 +215,15 @@ def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) 
         forward_pass=served,
         num_pages=128,
         max_running=4,
+        max_batch_tokens=20,
         vocab_size=256,
         make_pictures=lambda scheduler, delivery: PictureDesk(
-            stepped, PictureCache(1 << 20), 4 * 64, scheduler.pictures, delivery
+            stepped,
+            PictureCache(1 << 20),
+            4 * 64,
+            scheduler.pictures,
+            delivery,
+            sees_whole=described.whole_picture_tokens > 0,
         ),
     )
     generator = np.random.default_rng(3)

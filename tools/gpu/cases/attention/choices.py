@@ -13,7 +13,7 @@ from penstock.tools.gpu.cases.check import Check, check_of, require_within
 
 _HEAD_DIM = 128
 # Carve-outs last: kernels that differ in this alone are one function of the driver, which keeps the last setting.
-_OF_DECODE = ("page_size_tokens", "ring_tiles", "chunk_tokens", "carveout_percent")
+_OF_DECODE = ("page_size_tokens", "ring_tiles", "chunk_tokens", "chunk_levels", "carveout_percent")
 DECODE_CHOICES: dict[str, KernelChoices] = {
     f"{name}.{value}": replace(CONSTANTS, **{name: value})
     for name in _OF_DECODE

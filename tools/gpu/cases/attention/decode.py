@@ -107,7 +107,7 @@ def planned_items(
     """The plan's items in order: (row, slot, context length, chunk)."""
     workspace = poisoned_workspace(attention)
     attention.plan(launcher, workspace, context_lens, slots, len(slots))
-    return [tuple(item) for item in workspace.items[: int(workspace.num_items)].tolist()]
+    return [tuple(item) for item in workspace.items[: int(workspace.plan[0])].tolist()]
 
 
 def check_steep(launcher: Launcher, kv_dtype: str, shared_bytes: int = H200_SHARED_BYTES) -> float:
@@ -157,5 +157,5 @@ def poisoned_workspace(attention: DecodeAttention) -> DecodeWorkspace:
     for tensor in (workspace.partial_out, workspace.partial_peaks):
         tensor.fill_(torch.nan)
     workspace.items.fill_(-1)
-    workspace.num_items.fill_(-1)
+    workspace.plan.fill_(-1)
     return workspace

@@ -134,7 +134,7 @@ def check_linear(launcher: Launcher, case: LinearCase, matmul: Matmul | None = N
 def check_widened(launcher: Launcher, case: LinearCase, device: torch.device = CPU) -> float:
     """The library's product with weights that are widened in memory, where they are rounded to the dtype once."""
     x, widened = case.rows(), case.weight().dequantize().to(case.dtype)
-    return _check_close(case, case.run(launcher, x, WholeMatmul(), device), case.expected(x, widened))
+    return _check_close(case, case.run(launcher, x, WholeMatmul(8), device), case.expected(x, widened))
 
 
 def check_company(launcher: Launcher, case: LinearCase) -> None:

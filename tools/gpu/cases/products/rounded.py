@@ -20,6 +20,8 @@ from penstock.tools.gpu.cases.products.quantized import CPU, LinearCase
 from penstock.tools.gpu.cases.products.quantized import FORMS as ALL_FORMS
 
 FORMS = ("int8", "fp8")
+MIN_ROUNDED_ROWS = 17
+"""The library multiplies no fewer rows of integers."""
 _LARGEST = {"int8": torch.tensor(127.0), "fp8": torch.tensor(448.0)}
 """Tensors, because torch divides a number by a tensor in two roundings."""
 _FLOAT8_SUM_ERROR = 1e-3
@@ -62,9 +64,9 @@ def run(
     device: torch.device = CPU,
 ) -> Tensor:
     """[T, outputs], computed on the device."""
-    products = RoundedProducts(launcher, device, case.dtype, len(x), case.inputs, capability)
+    products = RoundedProducts(launcher, device, case.dtype, len(x), case.inputs, capability, MIN_ROUNDED_ROWS)
     return case.multiply(
-        launcher, QuantizedProducts(launcher, device, case.dtype, len(x), WholeMatmul(), products), x, device
+        launcher, QuantizedProducts(launcher, device, case.dtype, len(x), WholeMatmul(8), products), x, device
     )
 
 

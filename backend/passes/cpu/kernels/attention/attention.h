@@ -28,6 +28,11 @@ void write_rows(const Engine& engine, const T* qkv, const Attention& layer, cons
     }
 }
 
+// The position behind the last that the tile's t-th token sees. It grows with t.
+inline i64 visible_end(const Engine& engine, const Attention& layer, const Tile& tile, i64 t) {
+    return layer.sees_ahead && engine.step.ends ? engine.step.ends[tile.token + t] : tile.position + t + 1;
+}
+
 // Adds to `state` the softmax of the item's queries over the positions in [first, end) that each may see. The item goes
 // on to item_end.
 template <class Block>
@@ -40,7 +45,8 @@ void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& 
         for (i64 t = 0; t < tile.count; ++t) {
             const i64 position = tile.position + t;
             const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
-            std::fill_n(visible + t * group, group, Visible{from, std::min<i64>(kBlock, position + 1 - first)});
+            const i64 to = visible_end(engine, layer, tile, t) - first;
+            std::fill_n(visible + t * group, group, Visible{from, std::min<i64>(kBlock, to)});
         }
         for (i64 head = item.head; head < item.last_head; ++head) {
             const i64 row = (head - item.head) * rows;
@@ -78,7 +84,7 @@ void attend(Engine& engine, const T* qkv, const Attention& layer, const WorkItem
         const T* q = qkv + token * engine.row_size(layer) + head * dim;
         query_scales[i] = block.load_query(q, queries + i * dim) * (kLog2E * shape.score_scale);
     }
-    const i64 end = tile.position + tile.count;
+    const i64 end = visible_end(engine, layer, tile, tile.count - 1);
     const i64 start = layer.window ? std::max<i64>(0, tile.position - layer.window + 1) : 0;
     const i64 first_piece = item.partial < 0 ? start / kPiece : item.piece;
     const i64 last_piece = item.partial < 0 ? (end - 1) / kPiece : item.piece;

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "rows/layer_inputs.h"
+#include "rows/streams.h"
 
 namespace {
 
@@ -101,12 +101,6 @@ inline void compute_gates(const DeltaNet& net, const DeltaRow& row, i64 head) {
         decay = std::exp(net.decays[head] * (x > 20.0f ? x : std::log1p(std::exp(x))));
         gates[0] = 1.0f / (1.0f + std::exp(-gates[0]));
     }
-}
-
-inline float dot(const float* a, const float* b, i64 n) {
-    Floats total = broadcast(0.0f);
-    for (i64 k = 0; k < n; k += 16) total = fmadd(load(a + k), load(b + k), total);
-    return sum(total);
 }
 
 // Runs the rule over all tokens of a row, for columns [column, column + 16 V) of a head's state. One pass over the state

@@ -13,7 +13,7 @@ template <class T> void run_layer_inputs(Engine& engine, const LayerInputs& laye
     engine.split(engine.step.num_tokens, 1, [&](i64 first, i64 last, int) {
         std::vector<float> unpacked(layers.is_packed ? size : 0);
         for (i64 t = first; t < last; ++t) {
-            const i64 id = engine.step.input_ids[t];
+            const i64 own = engine.step.input_ids[t], id = own < layers.num_ids ? own : 0;
             if (layers.is_packed) read_packed_row<T>(*static_cast<const Linear*>(layers.table), id, unpacked.data());
             const T* plain = static_cast<const T*>(layers.table) + id * size;
             for (i64 at = 0; at < size; at += width) {
@@ -21,9 +21,9 @@ template <class T> void run_layer_inputs(Engine& engine, const LayerInputs& laye
                 const RowScale row = row_scale(engine.shape, x, width);
                 for (i64 k = 0; k < width; k += 16) {
                     const i64 count = width - k;
-                    const Floats own = layers.is_packed ? load(unpacked.data() + at + k, count) : load(plain + at + k, count);
+                    const Floats row_part = layers.is_packed ? load(unpacked.data() + at + k, count) : load(plain + at + k, count);
                     const Floats norm = normalise(x, k, width, row, layers.norm, nullptr);
-                    store(x + k, mul(fmadd(own, scale, norm), half), count);
+                    store(x + k, mul(fmadd(row_part, scale, norm), half), count);
                 }
             }
         }

@@ -13,6 +13,12 @@ struct RowScale {
     float mean, scale;
 };
 
+inline float dot(const float* a, const float* b, i64 n) {
+    Floats total = broadcast(0.0f);
+    for (i64 k = 0; k < n; k += 16) total = fmadd(load(a + k, n - k), load(b + k, n - k), total);
+    return sum(total);
+}
+
 // 1 / sqrt(mean(x²) + eps)
 template <class T> float inverse_rms(const T* x, i64 n, float eps) {
     Floats squares = broadcast(0.0f);

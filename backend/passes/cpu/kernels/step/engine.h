@@ -86,6 +86,7 @@ struct Attention {  // mirrored by native_structs.py
     i64 page_bytes;  // from one page of its cache to the next
     i64 has_other_heads;  // of Shape::other
     i64 stores;  // rows are [q | k | v], otherwise q: then it reads another layer's cache
+    i64 sees_ahead;  // tokens see up to Step::ends
 };
 
 // See layer_inputs.h.
@@ -95,6 +96,7 @@ struct LayerInputs {  // mirrored by native_structs.py
     const float* norm;  // [width]
     i64 width;
     i64 num_layers;
+    i64 num_ids;  // rows of the table; tokens beyond have those of token 0
     float scale;  // of the table's rows
 };
 
@@ -193,6 +195,7 @@ struct Step {
     const std::int32_t* row_starts = nullptr;  // [rows + 1]
     const std::int32_t* contexts = nullptr;    // [rows]
     const std::int32_t* slots = nullptr;       // [rows]
+    const std::int32_t* ends = nullptr;  // of each token, the position behind the last that it sees; null for its own
     const std::int32_t* token_types = nullptr;  // of an encoder: of each token
     std::vector<EncoderItem> encoder_items;
 

@@ -9,16 +9,19 @@ namespace {
 // As in native_structs.py.
 enum OperationKind : i64 {
     kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits,
-    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput, kDeltaNet
+    kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput, kDeltaNet,
+    kBeginStreams, kPredictStreams, kCorrectStreams, kAddToStreams, kTakeStream, kEndStream, kCutGates
 };
 
 struct Operation {  // mirrored by native_structs.py
     i64 kind;
-    const void* weights;  // a table, a norm's weights, a Linear, Experts, LayerInputs, a DeltaNet or an Attention
+    const void* weights;  // a table, a norm's weights, a Linear, Experts, LayerInputs, a DeltaNet, Streams, an Attention
+                          // or a number
     const void* x;
     void* out;
     i64 form;  // of a linear its Output; of an embedding whether its table is packed; of logits and gates the width; of
-               // a norm that is added its AddNorm; of experts whether they replace; of a layer's input the layer
+               // a norm that is added its AddNorm; of experts whether they replace; of a layer's input the layer;
+               // of streams one of them
 };
 
 // How long an operation took, and for how much of that its threads had no work, added over threads.
@@ -93,6 +96,23 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
         case kWeightByInput:
             return run_weight_by_input(engine, *static_cast<const LayerInputs*>(op.weights),
                                        static_cast<const float*>(op.x), op.form, static_cast<T*>(op.out));
+        case kBeginStreams:
+            return run_begin_streams(engine, *static_cast<const Streams*>(op.weights), static_cast<const float*>(op.x),
+                                     static_cast<const float*>(op.out));
+        case kPredictStreams:
+            return run_predict_streams(engine, *static_cast<const Streams*>(op.weights), static_cast<float*>(op.out));
+        case kCorrectStreams:
+            return run_correct_streams(engine, *static_cast<const Streams*>(op.weights), static_cast<float*>(op.out));
+        case kAddToStreams:
+            return run_add_to_streams(engine, *static_cast<const Streams*>(op.weights), static_cast<const float*>(op.x));
+        case kTakeStream:
+            return run_take_stream(engine, *static_cast<const Streams*>(op.weights), op.form, static_cast<T*>(op.out));
+        case kEndStream:
+            return run_end_stream(engine, *static_cast<const Streams*>(op.weights), op.form,
+                                  static_cast<const float*>(op.x), static_cast<float*>(op.out));
+        case kCutGates:
+            return run_cut_gates(engine, static_cast<const float*>(op.x), *static_cast<const float*>(op.weights), op.form,
+                                 static_cast<T*>(op.out));
         case kTakeLast: return take_last(engine, static_cast<const float*>(op.x), static_cast<float*>(op.out));
         case kKeepLogits: return keep_logits(engine);
     }

@@ -19,7 +19,8 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
     num_partials = 0;
     for (const Tile& tile : tiles) {
         const i64 cost = cost_of_head(tile), num_pieces = tile.position / kPiece + 1;
-        const bool is_cut = tile.count == 1 && num_pieces > 1 && engine.pool.num_threads() > 1;
+        const bool sees_ahead = engine.step.ends && engine.step.ends[tile.token] > tile.position + 1;
+        const bool is_cut = tile.count == 1 && num_pieces > 1 && engine.pool.num_threads() > 1 && !sees_ahead;
         if (tile.count == 1 && cost * kv_heads <= share) {
             work.items.push_back({tile, 0, kv_heads, 0, -1});
             continue;
@@ -50,7 +51,8 @@ inline Work split_work(const Engine& engine, const std::vector<Tile>& tiles, i64
 struct StepRows {  // mirrored by native_structs.py
     // Back to back, and read until the step ends: input ids [num_tokens], starts [num_rows + 1], contexts [num_rows],
     // slots [num_rows], page tables [num_groups][num_rows][table_width], logit rows [num_logit_rows], further tokens with logits
-    // [num_verified], scored tokens [num_scored], and adapters [num_rows] if a row has one.
+    // [num_verified], scored tokens [num_scored], adapters [num_rows] if a row has one, and ends [num_tokens] if a token
+    // sees later ones.
     const std::int32_t* arrays;
     const float* rope;
     i64 num_tokens;
@@ -61,6 +63,7 @@ struct StepRows {  // mirrored by native_structs.py
     i64 num_verified;
     i64 num_scored;
     i64 has_adapters;
+    i64 has_ends;
 };
 
 // Adds ascending tokens to the last ones of the rows, and tiles of those that are consecutive tokens of a row.
@@ -141,7 +144,9 @@ inline void plan_step(Engine& engine, const StepRows& given) {
             }
         }
     }
-    plan_adapters(given, starts, logit_rows + given.num_logit_rows + given.num_verified + given.num_scored, step);
+    const std::int32_t* rest = logit_rows + given.num_logit_rows + given.num_verified + given.num_scored;
+    plan_adapters(given, starts, rest, step);
+    step.ends = given.has_ends ? rest + given.has_adapters * num_rows : nullptr;
     for (const bool others : {true, false}) {
         engine.use_heads(others);
         if (engine.shape.num_kv_heads) plan_attention(engine, given, starts, logit_rows);

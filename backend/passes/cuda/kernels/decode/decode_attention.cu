@@ -207,12 +207,12 @@ struct Ticket {
 };
 
 // qkv [rows, (group + 2) * num_kv_heads * HEAD_DIM] and out [rows, group * num_kv_heads * HEAD_DIM] have the type that
-// act names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, num_items: written by
+// act names. cache: the layer's pages. sinks: see Results. page_table: [slots, max_pages]. items, plan: written by
 // plan_decode with the same window and max_chunks. chunks, peaks: see Results. tickets: [rows * num_kv_heads], 0 before
 // and after. claims [2]: items that blocks have claimed, and blocks that have ended; 0 before and after.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     decode_attention(const void* qkv, unsigned char* cache, const int* page_table, const Item* items,
-                     const int* num_items, float* chunks, float2* peaks, unsigned* tickets, unsigned* claims,
+                     const Plan* plan, float* chunks, float2* peaks, unsigned* tickets, unsigned* claims,
                      const float* __restrict__ sinks, void* out, int act, int max_pages, int group, int num_kv_heads,
                      int page_shift, int window, int max_chunks, float scale, float softcap) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -226,7 +226,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     // All blocks run at once, so the next product begins to fetch its weights beside those that have no item left.
     let_next_kernel_begin();
     wait_for_earlier_kernels();
-    const int count = *num_items * num_kv_heads;
+    const Plan found_plan = *plan;
+    const int count = found_plan.num_items * num_kv_heads;
     const auto find = [&](int index) {
         TileStream::Queued found{{}, -1};
         if (index < count) found = TileStream::Queued{items[index / num_kv_heads], index % num_kv_heads};
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const Scorer scorer(scale, softcap);
     WarpHeads heads(heads_shared);
     TileStream stream(shared + warp * RING_TILES * kTileBytes, cache, page_table, queued[warp], max_pages, page_shift,
-                      num_kv_heads, window, max_chunks);
+                      num_kv_heads, window, max_chunks, found_plan.shortest_chunk);
     TileStream::Queued current = find(blockIdx.x), coming = find(blockIdx.x + gridDim.x);
     if (current.kv_head >= 0) stream.open(current);
     if (coming.kv_head >= 0) stream.queue(coming);
@@ -248,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     Ticket ticket(last_work, tickets, num_kv_heads);  // of the item before this one, which may be the last of its row
     while (current.kv_head >= 0) {
         const Item& item = current.item;
-        const Span span(item.length, window, max_chunks);
+        const Span span(item.length, window, max_chunks, found_plan.shortest_chunk);
         const Work work{item.row, item.chunk, span.num_chunks, current.kv_head};
         stream.read(item, span);
         // Outputs of wide heads, and scales, need the registers.

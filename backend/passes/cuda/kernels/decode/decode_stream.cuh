@@ -19,7 +19,7 @@ struct TileStream {
     unsigned char* layer;
     const int* page_table;
     Queued& queued;
-    int max_pages, page_shift, num_kv_heads, window, max_chunks;
+    int max_pages, page_shift, num_kv_heads, window, max_chunks, shortest_chunk;
 
     // The chunk that is read: tokens in [begin, end) are visible; the warp's tiles begin at tokens first, first + stride, …
     int begin, end, first;
@@ -38,9 +38,10 @@ struct TileStream {
 
     __device__ __forceinline__ TileStream(unsigned char* ring, unsigned char* layer, const int* page_table,
                                           Queued& queued, int max_pages, int page_shift, int num_kv_heads, int window,
-                                          int max_chunks)
+                                          int max_chunks, int shortest_chunk)
         : ring(ring), layer(layer), page_table(page_table), queued(queued), max_pages(max_pages),
-          page_shift(page_shift), num_kv_heads(num_kv_heads), window(window), max_chunks(max_chunks) {}
+          page_shift(page_shift), num_kv_heads(num_kv_heads), window(window), max_chunks(max_chunks),
+          shortest_chunk(shortest_chunk) {}
 
     // Begin with a block's first chunk.
     __device__ __forceinline__ void open(const Queued& chunk) {
@@ -56,7 +57,7 @@ struct TileStream {
         __syncwarp();  // all lanes have read the last one
         if (threadIdx.x % 32 == 0) queued = chunk;
         __syncwarp();
-        const Span span(item.length, window, max_chunks);
+        const Span span(item.length, window, max_chunks, shortest_chunk);
         const int start = span.start(item.chunk);
         queued_pages = find_pages(page_table + static_cast<long long>(item.slot) * max_pages, own_first(start),
                                   chunk_end(span, start, item.length), 0);
@@ -121,7 +122,7 @@ struct TileStream {
 
     __device__ __forceinline__ void take() {
         const Item item = queued.item;
-        const Span span(item.length, window, max_chunks);
+        const Span span(item.length, window, max_chunks, shortest_chunk);
         const int start = span.start(item.chunk);
         row_pages = page_table + static_cast<long long>(item.slot) * max_pages;
         copy_end = chunk_end(span, start, item.length);

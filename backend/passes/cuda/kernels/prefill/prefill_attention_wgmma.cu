@@ -1,8 +1,8 @@
 // prefill_attention.cu for sm_90a: two warpgroups compute, each with 64 query rows, and a ninth warp copies keys and
 // values. A row's result has the same properties; its bits differ. After FlashAttention-3 (arXiv 2407.08608).
 //
-// grid (kv heads, query tiles), 288 threads. The products of a tile's values and of the next tile's keys run one after
-// the other; meanwhile, the other warpgroup is at its softmax.
+// grid (kv heads, query tiles), 288 threads. A warpgroup starts the product of the next tile's keys, then that of a
+// tile's values, and takes the softmax of the next tile while the second one runs.
 //
 // Macros: HEAD_DIM (64 or 128), KV_DTYPE (1).
 
@@ -46,6 +46,41 @@ __device__ __forceinline__ void start_sums(Sums& sums, const Weights& weights, c
         wgmma_bf16_by_rows(sums[0], weights[0][step], b + step * 16 * 128 / 16);
     }
     wgmma_commit();
+}
+
+// softmax in two parts, for sums that are still under way during the first: scores become weights in their own registers.
+__device__ __forceinline__ void exponentiate(Scores& scores, PerRow& references, PerRow& totals, PerRow& shrinks,
+                                             float to_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        shrinks[0][half] = raise_reference(references[0][half], scores, 0, half, to_log2);
+        const float offset = offset_of(references[0][half], to_log2);
+        float total = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j) {
+            float &a = scores[0][j][2 * half], &b = scores[0][j][2 * half + 1];
+            a = ex2_approx(a * to_log2 - offset);
+            b = ex2_approx(b * to_log2 - offset);
+            total += a + b;
+        }
+        totals[0][half] = totals[0][half] * shrinks[0][half] + total;
+    }
+}
+__device__ __forceinline__ void apply(Weights& weights, const Scores& scores, Sums& sums, const PerRow& shrinks) {
+    if (__any_sync(kWholeWarp, shrinks[0][0] != 1.0f || shrinks[0][1] != 1.0f)) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[0][c][i] *= shrinks[0][i / 2];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            weights[0][j / 2][2 * (j & 1) + half] = pack(Factor{}, scores[0][j][2 * half], scores[0][j][2 * half + 1]);
+        }
+    }
 }
 
 // The positions that a warp or a warpgroup sees.
@@ -121,10 +156,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 shared.ring.release(number);
             }
         };
-        const auto weigh = [&](int first) {
+        const auto mask_scores = [&](int first) {
             if (soft_cap > 0.0f) cap_scores(scores, scale, soft_cap);
             if (!warp.all(first)) mask(scores, shared.positions, first, step.window);
-            softmax(weights, scores, sums, references, totals, to_log2);
         };
         for (int first = range.begin / kTokens * kTokens; first < range.end;) {
             const int stop = range.stop(first, window);
@@ -136,21 +170,27 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 wgmma_wait<0>();
                 pin(scores[0]);
                 shared.ring.release(number);
+                mask_scores(first);
+                softmax(weights, scores, sums, references, totals, to_log2);
                 for (; first + kTokens < stop && own.some(first + kTokens); first += kTokens, number += 2) {
-                    weigh(first);
-                    const unsigned char* values = shared.ring.wait(number + 1);
                     const unsigned char* next_keys = shared.ring.wait(number + 2);
                     pin(sums[0]);
                     wgmma_fence();
-                    start_sums(sums, weights, values);
                     start_scores(scores, queries, next_keys);
+                    const unsigned char* values = shared.ring.wait(number + 1);
+                    wgmma_fence();
+                    start_sums(sums, weights, values);
+                    wgmma_wait<1>();  // the scores are there; the sums are still under way
+                    pin(scores[0]);
+                    shared.ring.release(number + 2);
+                    mask_scores(first + kTokens);
+                    PerRow shrinks;
+                    exponentiate(scores, references, totals, shrinks, to_log2);
                     wgmma_wait<0>();
                     pin(sums[0]);
-                    pin(scores[0]);
                     shared.ring.release(number + 1);
-                    shared.ring.release(number + 2);
+                    apply(weights, scores, sums, shrinks);
                 }
-                weigh(first);
                 const unsigned char* values = shared.ring.wait(number + 1);
                 pin(sums[0]);
                 wgmma_fence();

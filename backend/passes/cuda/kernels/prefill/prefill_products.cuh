@@ -143,26 +143,35 @@ __device__ __forceinline__ void score(Scores& scores, const unsigned char* queri
 
 constexpr float kSlack = 8.0f;  // in powers of 2
 
-// weights = 2^((scores - reference) · to_log2), up to 2^kSlack. A row's reference is its largest score so far, or an
-// earlier one that is at most kSlack lower, so that most tiles scale no sums. Updates references and totals with this
-// tile; a lane's totals cover its own columns. Rows whose reference stays are scaled by exactly 1.
+// Raise a row's reference to its largest score so far, if that is more than kSlack higher: so most tiles scale no sums.
+// Return what the row's earlier sums must be multiplied by, exactly 1 where the reference stays.
+__device__ __forceinline__ float raise_reference(float& reference, const Scores& scores, int block, int half,
+                                                 float to_log2) {
+    float top = reference;
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+        top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
+    }
+    top = reduce_lanes(top, 4, Largest{});
+    if (!((top - reference) * to_log2 > kSlack)) return 1.0f;  // also if both are -infinity: no token seen yet
+    const float shrink = ex2_approx((reference - top) * to_log2);
+    reference = top;
+    return shrink;
+}
+__device__ __forceinline__ float offset_of(float reference, float to_log2) {
+    return reference == -infinity() ? 0.0f : reference * to_log2;
+}
+
+// weights = 2^((scores - reference) · to_log2), up to 2^kSlack. Updates references and totals with this tile; a lane's
+// totals cover its own columns.
 __device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, Sums& sums, PerRow& references,
                                         PerRow& totals, float to_log2) {
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float& reference = references[block][half];
-            float top = reference;
-#pragma unroll
-            for (int j = 0; j < kTokens / 8; ++j) {
-                top = fmaxf(top, fmaxf(scores[block][j][2 * half], scores[block][j][2 * half + 1]));
-            }
-            top = reduce_lanes(top, 4, Largest{});
-            const bool rises = (top - reference) * to_log2 > kSlack;  // not if both are -infinity: no token seen yet
-            if (__any_sync(kWholeWarp, rises)) {
-                const float shrink = rises ? ex2_approx((reference - top) * to_log2) : 1.0f;
-                if (rises) reference = top;
+            const float shrink = raise_reference(references[block][half], scores, block, half, to_log2);
+            if (__any_sync(kWholeWarp, shrink != 1.0f)) {
                 totals[block][half] *= shrink;
 #pragma unroll
                 for (int c = 0; c < kChunks; ++c) {
@@ -170,7 +179,7 @@ __device__ __forceinline__ void softmax(Weights& weights, const Scores& scores, 
                     sums[block][c][2 * half + 1] *= shrink;
                 }
             }
-            const float offset = reference == -infinity() ? 0.0f : reference * to_log2;
+            const float offset = offset_of(references[block][half], to_log2);
             float total = 0.0f;
 #pragma unroll
             for (int j = 0; j < kTokens / 8; ++j) {

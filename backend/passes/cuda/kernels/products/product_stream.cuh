@@ -8,6 +8,7 @@
 #include "common/reduce.cuh"
 
 constexpr int kStreamThreads = 256;
+constexpr int kStreamBlocks = TILE_OUTPUTS == 16 ? 3 : 2;  // of a multiprocessor; the ring's size allows them
 constexpr int kStreamRows = 32;
 constexpr int kRingChunks = 6;  // of each warp
 

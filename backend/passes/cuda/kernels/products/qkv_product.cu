@@ -6,7 +6,7 @@
 
 // The block that ends last of those with a head's outputs stores the head. tickets [heads]: zeros, and zeros again behind
 // the kernel. head_dim: a multiple of kTileOutputs. The others as in multiply_and_gate and rope_and_store.
-extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
+extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     multiply_and_store(const Act* x, const float* squares, const unsigned char* __restrict__ values,
                        const Scale* __restrict__ scales, const unsigned char* __restrict__ zeros,
                        const Act* __restrict__ bias, Act* qkv, const float* __restrict__ q_norm,

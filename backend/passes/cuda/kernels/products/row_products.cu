@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
 }
 
 // out [rows, width] = silu(gate) * up of the norm of x; the linear's outputs are [gate | up].
-extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
+extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     multiply_and_gate(const Act* x, const float* squares, const unsigned char* __restrict__ values,
                       const Scale* __restrict__ scales, const unsigned char* __restrict__ zeros,
                       const Act* __restrict__ bias, Act* out, int num_rows, int width, int inputs, int num_parts,
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
 }
 
 // out [rows, outputs] = the linear of x [rows, inputs].
-extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
+extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     multiply_rows(const Act* x, const unsigned char* __restrict__ values, const Scale* __restrict__ scales,
                   const unsigned char* __restrict__ zeros, const Act* __restrict__ bias, Act* out, int num_rows,
                   int outputs, int inputs, int has_bias, float scale, int blocks) {

@@ -32,6 +32,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
 from penstock.backend.passes.cpu.native_sampling import SampledSlot
 from penstock.backend.passes.ops.interface import KV_BLOCK_BYTES, KV_BLOCK_VALUES
 from tests.backend.passes.cpu.arm.kernel_driver import KernelDriver, RemoteArguments
+from tests.backend.passes.cpu.arm.remote_delta_net import copy_delta_net
 
 _INT32 = _FLOAT = 4
 _CACHE_DTYPES = {form: dtype for dtype, form in CACHE_FORMS.items()}
@@ -60,6 +61,7 @@ class _Engine:
     num_last: int = 0
     num_narrowed: int = 0
     num_pages: int = 0
+    num_slots: int = 0
     largest_id: int = 0
     is_narrowed: bool = False
 
@@ -83,7 +85,7 @@ class _Engine:
 
     @property
     def qkv_bytes(self) -> int:
-        heads = self.shape.num_heads + 2 * self.shape.num_kv_heads
+        heads = self.shape.num_heads + self.shape.num_gates + 2 * self.shape.num_kv_heads
         return self.num_tokens * heads * self.shape.head_dim * self.number_bytes
 
     @property
@@ -192,8 +194,11 @@ class RemoteKernels:
         state.num_last, state.is_narrowed = state.num_logits + own.num_scored, False
         num_pages = own.num_groups * own.num_rows * own.table_width
         sizes = (own.num_tokens, own.num_rows + 1, own.num_rows, own.num_rows, num_pages, state.num_last)
-        input_ids, starts, contexts, _, page_table, _ = np.split(_int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1]))
+        input_ids, starts, contexts, slots, page_table, _ = np.split(
+            _int32s(own.arrays, sum(sizes)), np.cumsum(sizes[:-1])
+        )
         state.num_pages, state.largest_id = int(page_table.max()) + 1, int(input_ids.max())
+        state.num_slots = int(slots.max()) + 1
         num_positions = int((contexts + np.diff(starts)).max())
         numbers = {"arrays": sum(sizes), "rope": num_positions * state.shape.rope_width}
         state.plan.free()
@@ -306,6 +311,8 @@ class RemoteKernels:
                     "x": arguments.read_only(op.x, state.rows * _FLOAT),
                     "out": arguments.changed(op.out, state.rows * op.form * state.number_bytes),
                 }
+            case OperationKind.DELTA_NET:
+                return copy_delta_net(arguments, op, state.num_slots, state.num_tokens, state.number_bytes)
             case OperationKind.KEEP_LOGITS:
                 state.num_narrowed = state.num_logits
                 return {}

@@ -37,6 +37,7 @@ from tests.backend.passes.cpu.ops_harness import (
 )
 from tests.backend.passes.cpu.test_tiles import VALUES, bits_of, multiply, random_bf16
 from tests.backend.passes.decoder import test_decoder_pass as passes
+from tests.backend.passes.decoder import test_hybrid as hybrid
 from tests.backend.passes.decoder import test_scored_prompts as scored_prompts
 
 pytestmark = pytest.mark.timeout(300)  # the first test compiles for every ARM path
@@ -290,6 +291,11 @@ def test_each_product_is_one_chain_of_fused_additions(values: str, make_ops: Mak
 
 def test_64_greedy_tokens_equal_those_of_transformers(make_ops: MakeOps) -> None:
     passes.check_64_greedy_tokens("qwen3", make_ops)
+
+
+def test_layers_with_a_delta_rule_equal_those_of_transformers(make_ops: MakeOps) -> None:
+    passes.test_logits_on_every_path_equal_those_of_transformers("qwen3.5", make_ops)
+    hybrid.test_logits_are_the_same_bits_in_any_chunks_and_slots("qwen3.5-vision", BF16, make_ops)
 
 
 def test_prompts_are_scored_as_by_transformers(make_ops: MakeOps) -> None:

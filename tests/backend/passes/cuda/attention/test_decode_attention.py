@@ -16,6 +16,7 @@ from penstock.backend.passes.cuda.attention.decode_attention import (
     kernels,
 )
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
+from penstock.backend.passes.cuda.device.kernel_choices import KernelChoices
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import supports_q8_0
@@ -198,6 +199,21 @@ def test_a_batch_without_slots_computes_nothing() -> None:
 @pytest.mark.parametrize("launcher", [FAST, CHECKED[0]], ids=["fast", "check"])
 def test_the_plan_lists_every_chunk_once_longest_first(launcher: Launcher) -> None:
     check_plan(launcher)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_MACRO)
+@pytest.mark.parametrize(
+    ("lengths", "shortest"), [((300, 1), 128), ((300, 900, 700), 256), ((2000, 2048, 1), 512), ((2000,) * 9, 2048)]
+)
+def test_chunks_grow_with_the_tokens_of_the_step(kv_dtype: str, lengths: tuple[int, ...], shortest: int) -> None:
+    """Eight chunks fill this device."""
+    choices = KernelChoices(chunk_levels=1)
+    attention = attention_of(64, kv_dtype, kv_heads=1, group=1, num_sms=1, max_context=2048, choices=choices)
+    workspace = poisoned_workspace(attention)
+    batch = Batch.of(attention, rows_of(*lengths))
+    out = batch.run(CHECKED[0] if len(lengths) == 3 else FAST, workspace)
+    assert batch.error(out) <= TOLERANCE[out.dtype]
+    assert workspace.plan.tolist() == [sum(-(-length // shortest) for length in lengths), shortest]
 
 
 def test_the_workspace_has_the_announced_size_and_is_bounded() -> None:

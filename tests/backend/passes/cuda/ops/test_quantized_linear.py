@@ -59,7 +59,7 @@ def test_more_rows_are_multiplied_by_the_library(form: str, name: str, monkeypat
     launcher = EmulatedLauncher()
     check_widened(launcher, LinearCase(form, 72, 256, 65, DTYPES[name], has_bias=True, scale=2.0))
     assert launcher.num_launches == 3
-    check_linear(launcher, LinearCase(form, 72, 256, 64, DTYPES[name]), WholeMatmul())
+    check_linear(launcher, LinearCase(form, 72, 256, 64, DTYPES[name]), WholeMatmul(64))
     assert launcher.num_launches == 4, "our kernel for 64 rows"
 
 

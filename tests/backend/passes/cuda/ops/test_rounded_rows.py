@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from penstock.backend.passes.cuda.ops import quantized_linear
-from penstock.backend.passes.cuda.ops.rounded_rows import MIN_ROUNDED_ROWS
-from penstock.backend.passes.decoder.cuda_pass import cuda_graphs
 from penstock.tools.gpu.cases.products.quantized import DTYPES, LinearCase, check_widened
-from penstock.tools.gpu.cases.products.rounded import FORMS, check_rounded, check_rounding, run
+from penstock.tools.gpu.cases.products.rounded import FORMS, MIN_ROUNDED_ROWS, check_rounded, check_rounding, run
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -79,8 +77,3 @@ def test_other_products_keep_rows_of_16_bits(
     assert launched == ["dequantise_rows"]
     assert not found.isnan().any()
     check_widened(launcher, case)
-
-
-def test_captured_steps_round_no_rows() -> None:
-    """Memory that the library allocates would stay with the graph."""
-    assert MIN_ROUNDED_ROWS > cuda_graphs.MAX_GRAPH_ROWS

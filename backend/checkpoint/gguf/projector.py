@@ -1,0 +1,246 @@
+"""Reads the vision part of a model from the GGUF file that llama.cpp calls mmproj: as transformers' config and names.
+
+Pictures are then processed as transformers does it, which differs from llama.cpp in the resizing of some families.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.gguf.header import read_header
+from penstock.backend.checkpoint.gguf.metadata import Metadata
+from penstock.backend.checkpoint.sources.gguf_files import find_projectors
+from penstock.backend.errors import StartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+logger = logging.getLogger("penstock.backend")
+
+VISION_KEY = "vision_model"
+"""Of the generated config.json: transformers' config of the vision part, with a text model of hidden_size alone."""
+PROJECTOR_FILE = "vision/mmproj.gguf"
+"""In the generated directory."""
+_MAX_SIZE = 1 << 16
+_TEXT = {
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A value of clip.projector_type."""
+
+    model_type: str
+    architecture: str
+    text_type: str
+    vision_type: str
+    names: Mapping[str, str]
+    """Beginnings of names of the projector's tensors: transformers' → the file's."""
+    eps: float
+
+
+_MLP = {"linear_1": "mm.0", "linear_2": "mm.2"}
+_PIXTRAL = {
+    "linear_1": "mm.1",
+    "linear_2": "mm.2",
+    "norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger",
+}
+_LLAVA = _Kind("llava", "LlavaForConditionalGeneration", "llama", "clip_vision_model", _MLP, 1e-5)
+_KINDS = {
+    "idefics3": _Kind("smolvlm", "SmolVLMForConditionalGeneration", "llama", "smolvlm_vision", {}, 1e-6),
+    "gemma3": _Kind(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        "gemma3_text",
+        "siglip_vision_model",
+        {"mm_input_projection_weight": "mm.input_projection.weight", "mm_soft_emb_norm": "mm.soft_emb_norm"},
+        1e-6,
+    ),
+    "internvl": _Kind(
+        "internvl",
+        "InternVLForConditionalGeneration",
+        "qwen2",
+        "internvl_vision",
+        {"layer_norm": "mm.model.mlp.0", "linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.3"},
+        1e-6,
+    ),
+    "mlp": _LLAVA,
+    "pixtral": _Kind("llava", "LlavaForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
+    "mistral3": _Kind("mistral3", "Mistral3ForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
+}
+_RENAMED = (
+    (r"connector\.modality_projection\.proj", "mm.model.fc"),
+    (r"vision_(?:model|tower)\.", "v."),
+    (r"embeddings\.patch_embedding(?:s\.projection)?|patch_conv", "patch_embd"),
+    (r"embeddings\.position_embeddings$", "position_embd.weight"),
+    (r"embeddings\.position_embedding", "position_embd"),
+    (r"embeddings\.(?:class_embedding|cls_token)", "class_embd"),
+    (r"pre_layrnorm|ln_pre", "pre_ln"),
+    (r"post_layernorm", "post_ln"),
+    (r"(?:encoder|transformer)\.layers?\.", "blk."),
+    (r"layer_norm1|layernorm_before|attention_norm", "ln1"),
+    (r"layer_norm2|layernorm_after|ffn_norm", "ln2"),
+    (r"(?:self_attn|attention)\.(?:out_proj|o_proj|projection_layer)", "attn_out"),
+    (r"(?:self_attn|attention)\.(q_norm|k_norm)", r"attn_\1"),
+    (r"(?:self_attn|attention)\.([qkv])_proj", r"attn_\1"),
+    (r"mlp\.fc1|feed_forward\.up_proj", "ffn_up"),
+    (r"mlp\.fc2|feed_forward\.down_proj", "ffn_down"),
+    (r"feed_forward\.gate_proj", "ffn_gate"),
+    (r"lambda_([12])$", r"ls\1.weight"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Projector:
+    """The generated files' content, by name; and what config.json gets."""
+
+    config: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def find_projector(model: Path) -> Path | None:
+    """The file with mmproj in its name beside a model's that fits it, of a type that is read; None without one."""
+    sizes = {path.name: path.stat().st_size for path in model.parent.glob("*.gguf")}
+    for path in map(model.parent.__truediv__, find_projectors(sizes)):
+        try:
+            metadata = Metadata(read_header(model, keeps_arrays=False).metadata)
+            read_projector(path, metadata.required("embedding_length"))
+        except StartupError as error:
+            logger.warning("pictures are not taken: %s", error)
+            continue
+        return path
+    return None
+
+
+def read_projector(path: Path, hidden_size: int) -> Projector:
+    """Raises StartupError."""
+    metadata = Metadata(read_header(path).metadata)
+    try:
+        return _read(metadata, hidden_size)
+    except StartupError as error:
+        raise StartupError(f"{path}: {error}") from None
+
+
+def _read(metadata: Metadata, hidden_size: int) -> Projector:
+    key = "clip.vision.projector_type" if metadata.get("clip.projector_type", str) is None else "clip.projector_type"
+    name = metadata.get(key, str)
+    if name not in _KINDS or name == "mistral3":
+        known = ", ".join(kind for kind in _KINDS if kind != "mistral3")
+        raise StartupError(f"{key} is {shorten(name)}; supported are {known}")
+    merge = metadata.own("vision.spatial_merge_size", int) or 1
+    kind = _KINDS["mistral3" if name == "pixtral" and merge > 1 else name]
+    projected, scale = _size(metadata, "projection_dim"), metadata.own("vision.projector.scale_factor", int)
+    if name != "mlp" and projected != hidden_size:  # of LLaVA it is CLIP's own
+        raise StartupError(f"clip.vision.projection_dim is {projected}; the model's embedding_length is {hidden_size}")
+    side, patch = _size(metadata, "image_size"), _size(metadata, "patch_size")
+    vision: dict[str, Any] = {
+        "model_type": kind.vision_type,
+        "hidden_size": _size(metadata, "embedding_length"),
+        "intermediate_size": _size(metadata, "feed_forward_length"),
+        "num_hidden_layers": _size(metadata, "block_count"),
+        "num_attention_heads": _size(metadata, "attention.head_count"),
+        "image_size": side,
+        "patch_size": patch,
+        "layer_norm_eps": metadata.own("vision.attention.layer_norm_epsilon", float) or kind.eps,
+        "hidden_act": _activation(metadata, kind),
+    }
+    if vision["hidden_size"] % vision["num_attention_heads"] or side % patch:
+        raise StartupError(
+            f"clip.vision.embedding_length is {vision['hidden_size']}, image_size {side}; they must be multiples of "
+            f"attention.head_count, {vision['num_attention_heads']}, and of patch_size, {patch}"
+        )
+    config, processor, image = _parts(metadata, kind, vision, scale or (4 if name == "gemma3" else 2), merge)
+    text = _TEXT | {"model_type": kind.text_type, "hidden_size": hidden_size}
+    whole = {
+        "model_type": kind.model_type,
+        "architectures": [kind.architecture],
+        "vision_config": vision,
+        "text_config": text,
+        **config,
+    }
+    image |= {
+        "image_mean": metadata.floats("vision.image_mean", 3),
+        "image_std": metadata.floats("vision.image_std", 3),
+    }
+    return Projector(
+        {VISION_KEY: whole},
+        {"preprocessor_config.json": json.dumps(image), "processor_config.json": json.dumps(processor)},
+    )
+
+
+def _parts(
+    metadata: Metadata, kind: _Kind, vision: dict[str, Any], scale: int, merge: int
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What the family adds to the config, the processor's settings and the image processor's."""
+    side, patch = vision["image_size"], vision["patch_size"]
+    per_side = side // patch // scale
+    square: dict[str, Any] = {"size": {"height": side, "width": side}}
+    match kind.model_type:
+        case "smolvlm":
+            longest = metadata.own("vision.preproc_image_size", int) or 4 * side
+            sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
+            return {"scale_factor": scale}, {"image_seq_len": per_side**2}, sizes
+        case "gemma3":
+            vision["vision_use_head"] = False
+            return {"mm_tokens_per_image": per_side**2}, {"image_seq_length": per_side**2}, square
+        case "internvl":
+            vision |= {"image_size": [side, side], "patch_size": [patch, patch], "norm_type": "layer_norm"}
+            most = metadata.own("vision.preproc_max_tiles", int) or 12
+            config: dict[str, Any] = {"downsample_ratio": 1 / scale, "vision_feature_layer": -1}
+            return config, {"image_seq_length": per_side**2}, square | {"max_patches": most}
+    if kind.vision_type == "pixtral":
+        vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
+        config = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "spatial_merge_size": merge}
+        size = {"size": {"longest_edge": side}, "patch_size": patch}
+        return config, {"patch_size": patch, "spatial_merge_size": merge}, size
+    # The file lacks the layer behind the one whose results are used.
+    config = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+    settings = {"patch_size": patch, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    return config, settings, {"size": {"shortest_edge": side}, "crop_size": square["size"]}
+
+
+def _activation(metadata: Metadata, kind: _Kind) -> str:
+    if metadata.get("clip.use_silu", bool):
+        return "silu"
+    if kind.model_type in ("smolvlm", "gemma3"):
+        return "gelu_pytorch_tanh"
+    return "gelu" if metadata.get("clip.use_gelu", bool) else "quick_gelu"
+
+
+def _size(metadata: Metadata, key: str) -> int:
+    value = metadata.required(f"vision.{key}")
+    if not 1 <= value <= _MAX_SIZE:
+        raise StartupError(f"clip.vision.{key} is {value}; it is from 1 to {_MAX_SIZE}")
+    return value
+
+
+def projector_name(name: str, model_type: str, vision_type: str) -> str:
+    """The file's name of a tensor of transformers' model. The types are those of its configs."""
+    own = next(
+        kind.names for kind in _KINDS.values() if (kind.model_type, kind.vision_type) == (model_type, vision_type)
+    )
+    if name.startswith("multi_modal_projector."):
+        part = name.removeprefix("multi_modal_projector.")
+        begin = next((begin for begin in own if part == begin or part.startswith(f"{begin}.")), part)
+        return own.get(begin, begin) + part.removeprefix(begin)
+    for pattern, new in _RENAMED:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def is_rotated(name: str, vision_type: str) -> bool:
+    """Whether rows of a tensor are stored so that neighbours rotate together."""
+    return vision_type == "pixtral" and re.search(r"\.attn_[qk]\.", name) is not None

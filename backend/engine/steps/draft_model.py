@@ -1,0 +1,208 @@
+"""A small model beside the target, which guesses the target's next tokens. Used on the executor's thread."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
+from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.scheduling.drafting import MAX_ROWS
+
+_MIN_CHANCE = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAsk:
+    """A text that is to be continued. tokens and pages do not change until the guess is made."""
+
+    tokens: array[int]
+    num_prompt_tokens: int
+    pages: list[int]
+    """The target's pages of the text."""
+    salt: bytes
+    sampling: SamplingParams
+    stop_ids: Collection[int]
+    max_guessed: int
+
+
+@dataclass(slots=True)
+class Guesses:
+    """One list for each ask, and the time of passes of few tokens."""
+
+    tokens: list[list[int]]
+    num_passes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _WrittenPage:
+    """What the keys and values in a page belong to."""
+
+    before: int
+    """Names the texts of the pages before it, and their tenant."""
+    tokens: array[int]
+    """The tokens of its first places."""
+    after: int = 0
+    """Names the text up to its end, when it is full."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    ask: DraftAsk
+    slot: int
+    pages: list[int]
+    """The target's, and spare ones behind them."""
+    start: int
+    """Tokens whose keys are in the pages."""
+    next_tokens: array[int]
+    is_first: bool = True
+    guessed: list[int] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start + len(self.next_tokens) >= len(self.ask.tokens)
+
+
+def num_spare_pages(page_size_tokens: int) -> int:
+    """Pages of a draft model in addition to the target's: for guesses behind the pages of the sequences."""
+    return MAX_ROWS * -(-MAX_OF_MODEL // page_size_tokens)
+
+
+class DraftModel:
+    """A forward pass with a KV cache of the target's page numbers, which it owns.
+
+    A page's keys are written when a text is first continued, and known by the text up to the page's end: so a page that
+    another sequence took, or that came back from elsewhere, is written again, and nobody has to say so. A text of one
+    tenant is not known to another.
+    """
+
+    def __init__(
+        self,
+        forward_pass: IBatchedForwardPass,
+        num_pages: int,
+        page_size_tokens: int,
+        max_batch_tokens: int,
+        min_chance: float = _MIN_CHANCE,
+    ) -> None:
+        """num_pages: the target's; the pass's cache has `num_spare_pages` more. min_chance: a token of which the pass
+        is less certain is no guess, and none follows it."""
+        self._pass = forward_pass
+        self._num_pages, self._page_size = num_pages, page_size_tokens
+        self._max_batch_tokens, self._min_logprob = max_batch_tokens, math.log(min_chance)
+        self._written: dict[int, _WrittenPage] = {}
+
+    def guess(self, asks: Iterable[DraftAsk], vocab_size: int) -> Guesses:
+        """Continue at most MAX_ROWS texts. None is guessed of a text of which too much is still to be read.
+
+        vocab_size: the target's. Draws are the target's own: they depend on the seed and the position.
+        """
+        rows = [self._make_row(ask, slot) for slot, ask in enumerate(asks)]
+        result = Guesses([row.guessed for row in rows])
+        vocab_size, left = min(vocab_size, self._pass.spec.vocab_size), self._max_batch_tokens
+        live, taken = list[_Row](), set[int]()
+        for row in rows:
+            del row.next_tokens[left:]
+            is_known = row.next_tokens and min(row.next_tokens) >= 0 and max(row.next_tokens) < vocab_size
+            written = row.pages[row.start // self._page_size :]
+            if is_known and taken.isdisjoint(written):  # texts may share pages that are not written yet
+                left -= len(row.next_tokens)
+                taken.update(written)
+                live.append(row)
+        while live:
+            began_s, num_tokens = time.perf_counter(), sum(len(row.next_tokens) for row in live)
+            sampling, output = self._step(live)
+            if num_tokens <= MAX_ROWS * (1 + MAX_OF_MODEL):
+                result.num_passes += 1
+                result.seconds += time.perf_counter() - began_s
+            live = self._continue(sampling, output, vocab_size)
+        return result
+
+    def close(self) -> None:
+        self._pass.close()
+
+    def _make_row(self, ask: DraftAsk, slot: int) -> _Row:
+        num_spare = num_spare_pages(self._page_size) // MAX_ROWS
+        first_spare = self._num_pages + slot * num_spare
+        start = min(self._num_known(ask), len(ask.tokens) - 1)
+        pages = [*ask.pages, *range(first_spare, first_spare + num_spare)]
+        return _Row(ask, slot, pages, start, ask.tokens[start:])
+
+    def _num_known(self, ask: DraftAsk) -> int:
+        """The first tokens whose keys are in the pages."""
+        name, size = hash(ask.salt), self._page_size
+        for index, page in enumerate(ask.pages):
+            written, first = self._written.get(page), index * size
+            if written is None or written.before != name:
+                return first
+            tokens = ask.tokens[first : first + size]
+            if written.tokens != tokens or len(tokens) < size:
+                pairs = enumerate(zip(written.tokens, tokens, strict=False))
+                num_equal = min(len(written.tokens), len(tokens))
+                return first + next((place for place, (one, other) in pairs if one != other), num_equal)
+            name = written.after
+        return len(ask.pages) * size
+
+    def _step(self, rows: list[_Row]) -> tuple[list[_Row], StepOutput]:
+        """Compute the rows' next tokens. Return the rows that got another one, and it."""
+        rows = sorted(rows, key=lambda row: len(row.next_tokens) > 1)
+        sampling, batch = [row for row in rows if row.is_whole], self._make_batch(rows)
+        output = self._pass.sample(self._pass.forward(batch), batch).wait()
+        for row in rows:
+            self._note_written(row)
+            row.start += len(row.next_tokens)
+            row.is_first = False
+        return sampling, output
+
+    def _continue(self, rows: list[_Row], output: StepOutput, vocab_size: int) -> list[_Row]:
+        """Take the rows' new tokens. Return the rows that go on."""
+        if output.logprobs is None:
+            return []
+        live = []
+        for row, token, logprob in zip(rows, output.token_ids.tolist(), output.logprobs.chosen.tolist(), strict=True):
+            if not (0 <= token < vocab_size and logprob >= self._min_logprob):
+                continue
+            row.guessed.append(token)
+            if len(row.guessed) < row.ask.max_guessed and token not in row.ask.stop_ids:
+                row.next_tokens = array("i", [token])
+                live.append(row)
+        return live
+
+    def _make_batch(self, rows: list[_Row]) -> StepBatch:
+        size = self._page_size
+        num_pages = [-(-(row.start + len(row.next_tokens)) // size) for row in rows]
+        table = np.zeros((len(rows), max(num_pages)), np.int32)
+        for index, (row, count) in enumerate(zip(rows, num_pages, strict=True)):
+            table[index, :count] = row.pages[:count]
+        lengths = [len(row.next_tokens) for row in rows]
+        return StepBatch(
+            input_ids=np.concatenate([np.array(row.next_tokens, np.int32) for row in rows]),
+            query_starts=np.cumsum([0, *lengths]).astype(np.int32),
+            context_lens=np.array([row.start for row in rows], np.int32),
+            page_table=table,
+            slots=np.array([row.slot for row in rows], np.int32),
+            logit_rows=np.array([index for index, row in enumerate(rows) if row.is_whole], np.int32),
+            slot_inits=tuple(_slot_init(row) for row in rows if row.is_first),
+        )
+
+    def _note_written(self, row: _Row) -> None:
+        size, position, tokens = self._page_size, row.start, row.next_tokens
+        while tokens:
+            index, place = divmod(position, size)
+            name = self._written[row.pages[index - 1]].after if index else hash(row.ask.salt)
+            old = self._written[row.pages[index]].tokens[:place] if place else array("i")
+            page = self._written[row.pages[index]] = _WrittenPage(name, old + tokens[: size - place])
+            if len(page.tokens) == size:
+                page.after = hash((name, page.tokens.tobytes()))
+            position, tokens = position + size - place, tokens[size - place :]
+
+
+def _slot_init(row: _Row) -> SlotInit:
+    ask = row.ask
+    sampling = replace(ask.sampling, num_logprobs=0, logprob_token_ids=())
+    return SlotInit(row.slot, sampling, np.array(ask.tokens, np.int32), ask.num_prompt_tokens)
