@@ -256,7 +256,9 @@ class NativeOps:
         if num_logits > len(program.logits) or batch.num_tokens > len(self._residual.rows):
             return None
         rows = StepRows()
-        arrays = np.concatenate(describe_rows(rows, batch, batch.input_ids, self._rope_table), axis=None)
+        arrays = np.concatenate(
+            describe_rows(rows, batch, batch.input_ids, self._rope_table), axis=None, dtype=np.int32
+        )
         rows.arrays = arrays.ctypes.data
         memory = arrays, program, self._rope_table.rows
         return ComputedStep(rows, program.address, len(program.operations), program.logits[:num_logits], memory)

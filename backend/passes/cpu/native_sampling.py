@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, SlotInit, TokenLogprobs, TokenMasks
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit, TokenLogprobs, TokenMasks
 from penstock.backend.sampling.logprobs import with_named_tokens
 from penstock.backend.sampling.repetition import Repetitions
 
@@ -204,7 +204,7 @@ class NativeSampler:
 
     def _rows(self, logits: NDArray[np.float32], slots: Sequence[int], positions: Sequence[int]) -> PreparedRows:
         count = len(slots)
-        tokens = np.zeros(count, np.int32)
+        tokens = np.full(count, NOT_FINITE, np.int32)
         slot_of_row, position_of_row = (c_int32 * count)(*slots), (c_int64 * count)(*positions)
         rows = SampledRows(
             logits=logits.ctypes.data,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from ctypes import CDLL, addressof, byref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,7 +71,9 @@ class StepQueue:
         self._library, self._last_tokens = library, last_tokens
         self._prepare, self._sampler = prepare, sampler
         self._queue: int | None = library.ps_open_queue(engine)
-        self._num_put = 0
+        self._num_put = self._num_awaited = 0
+        self._kept = deque[tuple[int, object]]()
+        """What the kernels use until the work of this number is done, even if nobody waits for its tokens."""
         self._step: ComputedStep | None = None
 
     @property
@@ -99,11 +102,14 @@ class StepQueue:
         if sampled is None:
             return None
         self._put(QueuedWork(None, None, 0, addressof(sampled.rows), self._last_tokens))
-        step, self._step = self._step, None
-        return QueuedTokens(self, self._num_put, sampled.tokens, (step, sampled))
+        self._kept.append((self._num_put, (self._step, sampled)))
+        self._step = None
+        return QueuedTokens(self, self._num_put, sampled.tokens)
 
     def _put(self, work: QueuedWork) -> None:
         self._num_put = self._library.ps_queue(self._queue, byref(work))
+        while self._kept and self._kept[0][0] <= self._num_awaited:
+            self._kept.popleft()
 
     def drain(self) -> None:
         """Wait until nothing is queued."""
@@ -112,7 +118,9 @@ class StepQueue:
 
     def wait(self, number: int) -> None:
         """Any thread may call it, and `skip`."""
-        self._library.ps_await(self._queue, number)
+        if self._queue is not None:
+            self._library.ps_await(self._queue, number)
+        self._num_awaited = number  # of two threads' numbers either will do
 
     def skip(self, number: int) -> None:
         self._library.ps_skip(self._queue, number)
@@ -131,8 +139,6 @@ class QueuedTokens:
     queue: StepQueue
     number: int
     tokens: NDArray[np.int32]
-    memory: tuple[object, ...]
-    """What the kernels use until the tokens are there."""
 
     def wait(self) -> StepOutput:
         self.queue.wait(self.number)

@@ -259,6 +259,7 @@ class CpuDecoderPass(HostSampling):
         return self._ops
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._drain()
         self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
         self._num_pages = num_pages
         self.create_checkpoints(0)
