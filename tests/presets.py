@@ -376,4 +376,10 @@ EXPERT_PRESETS = (
 )
 FUSED_EXPERT_PRESETS = ("gpt-oss", "qwen3-vl-moe", "qwen3.5-moe-vision")
 
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {
+    "deepstack_visual_indexes": [0],
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}

@@ -70,6 +70,7 @@ class RigSizes:
     state_store: StatePlaces | None = None
     kv_windows: tuple[int | None, ...] = (None,)
     drafting: Drafting | None = None
+    has_picture_axes: bool = False
 
     @property
     def groups(self) -> KvGroups:
@@ -108,7 +109,13 @@ class RigSizes:
             return WholeBatchBuilder()
         groups = self.groups
         num_pages = groups.pages_for(max_context_tokens)
-        return BatchBuilder(self.max_running, num_pages, groups.count, has_adapters=has_adapters)
+        return BatchBuilder(
+            self.max_running,
+            num_pages,
+            groups.count,
+            has_adapters=has_adapters,
+            has_picture_axes=self.has_picture_axes,
+        )
 
 
 class EngineRig:

@@ -75,6 +75,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
     variations = family.variations(config, num_kv_heads, head_dim)
     _, full_head_dim = variations.get("full_heads") or (num_kv_heads, head_dim)
     rope, context_tokens = _rope(config, family, full_head_dim, max_context_tokens)
+    rope = _with_axes(rope, config, family, part)
     windows = family.windows(config)
     expert_layers = family.experts(config)
     biased = family.attention_bias if config.attention_bias is None else config.attention_bias
@@ -116,6 +117,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
+        picture_layers=_num_picture_layers(values, part, config.num_hidden_layers),
         **variations,
     )
 
@@ -145,9 +147,25 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
             f"{', '.join(part.families)}"
         )
     whole = {
-        key: values[key] for key in ("quantization_config", "quantization", "tie_word_embeddings") if key in values
+        key: values[key]
+        for key in ("quantization_config", "quantization", "tie_word_embeddings", "vision_config")
+        if key in values
     }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
+
+
+def _num_picture_layers(values: dict[str, Any], part: TextPart | None, num_layers: int) -> int:
+    vision = values.get("vision_config")
+    if part is None or not part.picture_layers or not isinstance(vision, dict):
+        return 0
+    indexes = vision.get("deepstack_visual_indexes")
+    count = len(indexes) if isinstance(indexes, list) else part.picture_layers
+    if count >= num_layers:
+        raise StartupError(
+            f"deepstack_visual_indexes of vision_config has {count} entries; "
+            f"a model of {num_layers} layers supports up to {num_layers - 1}"
+        )
+    return count
 
 
 def _refuse_unsupported(values: dict[str, Any], family: Family) -> None:
@@ -239,6 +257,13 @@ def _rope(config: HfConfig, family: Family, head_dim: int, max_context_tokens: i
         context_tokens=context_tokens,
     )
     return rope, context_tokens
+
+
+def _with_axes(rope: RopeConfig, config: HfConfig, family: Family, part: TextPart | None) -> RopeConfig:
+    if part is None or part.axes is None:
+        return rope
+    section = _rope_settings(config, family).mrope_section
+    return replace(rope, axes=part.axes.of_pairs(section, rope.rotary_dim // 2))
 
 
 def _window_rope(config: HfConfig, family: Family, rotary_dim: int, context_tokens: int) -> RopeConfig | None:

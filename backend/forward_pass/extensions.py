@@ -181,7 +181,8 @@ class PictureTower(Protocol):
     def encode(
         self, pixels: NDArray[np.uint8], grid: tuple[int, int, int], give_way: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """Embeddings [num_tokens, embedding_size] of `Picture.pixels`; the same bits for the same picture.
+        """Embeddings of `Picture.pixels`, [num_tokens, (1 + picture_layers) * embedding_size]. The same picture has the
+        same bits.
 
         Calls give_way between its layers, which lets steps go first and may raise.
         """

@@ -77,6 +77,11 @@ class PassSpec:
     """The most pixels of one picture, for a pass that is IEncodesPictures; 0 if it takes none."""
     picture_bytes: int = 0
     """The part of weight_bytes and workspace_bytes that pictures take: the tower, its activations, embeddings."""
+    picture_layers: int = 0
+    """First layers behind which pictures add to the residual stream. A picture's token has 1 + picture_layers rows of
+    embedding_size, back to back: the embedding, and what is added behind each of these layers."""
+    has_picture_axes: bool = False
+    """Tokens of pictures have positions on three axes, see `StepBatch.rope_positions`."""
     whole_picture_tokens: int = 0
     """The most tokens of one picture, if they attend to each other both ways: a step computes all of them. Otherwise 0.
     """

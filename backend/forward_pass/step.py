@@ -192,6 +192,10 @@ class StepBatch:
     """Tokens of prompts whose log probabilities a client requests. Only for passes whose spec says scores_prompts."""
     pooled: PooledRows | None = None
     """Rows that give vectors. Only for passes whose spec has `pooled`."""
+    rope_positions: NDArray[np.int32] | None = None
+    """[T, 3] the positions by which rotary embeddings turn each token: frame, row and column for a picture's token, or
+    three times the same. None if they are all the tokens' positions in their sequences; they never exceed these.
+    Only for passes whose spec says has_picture_axes."""
     adapters: NDArray[np.int32] | None = None
     """[R] index into PassOptions.adapters, or NO_ADAPTER; constant for a sequence. None if no row has an adapter."""
     visible_ends: NDArray[np.int32] | None = None

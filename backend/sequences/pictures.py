@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from math import isqrt
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -52,6 +53,12 @@ class _Run(NamedTuple):
     key: PictureKey
     offset: int
     """The picture's row of the first token."""
+    position: int
+    """Its first position, see `SequencePictures.rope_positions`."""
+    num_columns: int
+    """Of tokens in the picture."""
+    shift: int
+    """What is added to the places of tokens behind it to get their positions; not above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +90,15 @@ class SequencePictures:
         self.sees_whole = sees_whole
         self._cache = cache
         self._runs: list[_Run] = []
+        self.shift = 0
+        """The last run's."""
         for picture in pictures:
-            offset = 0
+            offset, cells = 0, _cells(picture)
             for first, count in picture.spans:
-                self._runs.append(_Run(first, first + count, (salt, picture.digest), offset))
+                position = first + self.shift
+                self.shift -= max(0, count - max(cells))
+                end, key = first + count, (salt, picture.digest)
+                self._runs.append(_Run(first, end, key, offset, position, cells[1], self.shift))
                 offset += count
         self._ends = [run.end for run in self._runs]
 
@@ -114,6 +126,23 @@ class SequencePictures:
             needed.add(run.key)
         return needed
 
+    def rope_positions(self, first: int, end: int) -> NDArray[np.int32]:
+        """`StepBatch.rope_positions` of tokens from first to end, for models with has_picture_axes.
+
+        Rows and columns of a picture count from the position behind the text before it; the text behind it goes on
+        after the largest of them.
+        """
+        tokens = np.arange(first, end, dtype=np.int32)
+        positions = np.repeat(tokens[:, None], 3, axis=1)
+        for run in self._runs:
+            start, stop = max(run.first - first, 0), max(run.end - first, 0)
+            places = tokens[start:stop] - run.first
+            positions[start:stop] = run.position
+            positions[start:stop, 1] += places // run.num_columns
+            positions[start:stop, 2] += places % run.num_columns
+            positions[stop:] = tokens[stop:, None] + run.shift
+        return positions
+
     def uncut(self, end: int) -> tuple[int, int]:
         """The last and the next token, around end, at which a step may end."""
         for run in self._runs_from(end - 1)[:1]:
@@ -132,6 +161,13 @@ class SequencePictures:
             rows = self._cache.use(run.key)[run.offset + start - run.first : run.offset + stop - run.first]
             found.append((start, HostRows(rows), run.end))
         return found
+
+
+def _cells(picture: Picture) -> tuple[int, int]:
+    """A token is a square of patches; for models that use no positions of it, any numbers."""
+    _, rows, columns = picture.grid
+    side = max(1, isqrt(rows * columns // picture.num_tokens))
+    return rows // side, columns // side
 
 
 def without_picture_ids(tokens: NDArray[np.int32]) -> NDArray[np.int32]:

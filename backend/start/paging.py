@@ -150,5 +150,11 @@ def create_scheduler(
         drafting=drafting,
     )
     pages, has_adapters = plan.max_pages_per_sequence, bool(settings.adapters) or options.lora_dir is not None
-    builder = BatchBuilder(settings.max_running, pages, plan.groups.count, has_adapters=has_adapters)
+    builder = BatchBuilder(
+        settings.max_running,
+        pages,
+        plan.groups.count,
+        has_adapters=has_adapters,
+        has_picture_axes=forward_pass.spec.has_picture_axes,
+    )
     return scheduler, builder

@@ -60,7 +60,9 @@ def _result(job: PictureJob, memory: int) -> PictureResult:
         return PictureResult(str(error)[:_MAX_REASON])
     images = [image] if job.is_alone or not kind.depends_on_others else [[image, image]]
     try:
-        outputs = processor(images, do_rescale=False, do_normalize=False, **kind.arguments(settings))
+        outputs = processor(
+            images, do_rescale=False, do_normalize=False, **kind.arguments(settings, processor, job.max_bytes)
+        )
     except (ValueError, ZeroDivisionError, OSError) as error:
         # Processors raise these for sizes that they cannot use, such as a line of pixels.
         size = f"{image.width} x {image.height}"

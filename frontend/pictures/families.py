@@ -34,8 +34,9 @@ class Family:
     image_token: str
     expand: Callable[[Outputs, Any, Mapping[str, Any], str], Expansion]
     """Arguments: outputs, image processor, settings of the processor's file, image token."""
-    arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
-    """More arguments of the image processor, by the settings of the processor's file."""
+    arguments: Callable[[Mapping[str, Any], Any, int], dict[str, Any]] = lambda _, __, ___: {}
+    """More arguments of the image processor. Arguments: settings of the processor's file, image processor, the most
+    bytes of pixels."""
     depends_on_others: bool = False
     """A picture alone in a chat is processed differently."""
     placeholder: str = ""
@@ -127,6 +128,12 @@ def _best_resolution(height: int, width: int, candidates: list[list[int]]) -> tu
     return best[0], best[1]
 
 
+def _qwen_size(_: Mapping[str, Any], processor: Any, max_bytes: int) -> dict[str, Any]:
+    """The model's limits of a picture's pixels, lowered to the server's."""
+    longest = min(processor.size["longest_edge"], max_bytes // (3 * processor.temporal_patch_size))
+    return {"size": {"longest_edge": longest, "shortest_edge": min(processor.size["shortest_edge"], longest)}}
+
+
 def _gemma3(_: Outputs, __: Any, settings: Mapping[str, Any], token: str) -> Expansion:
     text = f"\n\n<start_of_image>{token}<end_of_image>\n\n"
     return Expansion(text, [int(settings.get("image_seq_length", 256))])
@@ -145,12 +152,14 @@ def _gemma4_pixels(outputs: Outputs) -> Any:
     return patches.transpose(4, 0, 2, 1, 3).reshape(1, 3, rows * side, columns * side)
 
 
-def _with_rows(_: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rows(*_: Any) -> dict[str, Any]:
     return {"return_row_col_info": True}
 
 
-_PIXTRAL = Family("pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings: {"patch_size": _cell(settings)})
-_QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen)
+_PIXTRAL = Family(
+    "pixtral", "Pixtral", "[IMG]", _pixtral, arguments=lambda settings, *_: {"patch_size": _cell(settings)}
+)
+_QWEN = Family("qwen2_vl", "Qwen2VL", "<|image_pad|>", _qwen, arguments=_qwen_size)
 
 FAMILIES = {
     "idefics3": Family("idefics3", "Idefics3", "<image>", _tiled, arguments=_with_rows),
@@ -160,7 +169,7 @@ FAMILIES = {
         "Gemma3",
         "<image_soft_token>",
         _gemma3,
-        arguments=lambda _: {"do_pan_and_scan": False},
+        arguments=lambda *_: {"do_pan_and_scan": False},
         placeholder="<start_of_image>",
     ),
     "gemma4": Family("gemma4", "Gemma4", "<|image|>", _gemma4, pixels=_gemma4_pixels),
@@ -170,7 +179,7 @@ FAMILIES = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
-    "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda _: {"crop_to_patches": True}),
+    "internvl": Family("got_ocr2", "GotOcr2", "<IMG_CONTEXT>", _intern, arguments=lambda *_: {"crop_to_patches": True}),
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
     "llava": Family("clip", "CLIP", "<image>", _llava),

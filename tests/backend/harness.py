@@ -261,14 +261,14 @@ class Bench(EngineRig):
             state_store=None if store is None else store.states,
             kv_windows=spec.kv_windows,
             drafting=drafting,
+            has_picture_axes=spec.has_picture_axes,
         )
         if sizes.num_pages:
             create_cache(self.forward_pass, num_pages, page_size, "fp32", num_checkpoints)
         context = sizes.groups.longest_sequence(num_pages, max_context or 1 << 16)
         self.executor = JudgedExecutor(partial(launch_step, self.forward_pass, late_masks=late_masks), capacity)
-        self.link = link or ScriptedLink()
+        self.link, self.now_s = link or ScriptedLink(), 0.0
         self.pool = PagePool(num_pages, num_host_pages, store=store, texts=None if drafting is None else drafting.texts)
-        self.now_s = 0.0
         served = _served(self.forward_pass)
         super().__init__(
             self.link, self.executor, sizes,

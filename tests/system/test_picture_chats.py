@@ -1,4 +1,4 @@
-"""Pictures over HTTP with the real processes: a tiny random SmolVLM against transformers."""
+"""Pictures over HTTP with the real processes: a tiny random Qwen3-VL against transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.frontend.pictures.vision_models import encoded, picture, save_vision_model
 from tests.system.processes import Command, backends_of, descendants, running, wait_until
@@ -26,13 +25,16 @@ if TYPE_CHECKING:
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
 }
 TEXT = {
-    "model_type": "llama",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    "head_dim": 16,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -40,24 +42,27 @@ TEXT = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+IMAGE_TOKEN = "<|image_pad|>"
 IMAGES = [picture(90, 40, 0), picture(30, 30, 1)]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("smolvlm")
-    card = save_vision_model(directory, "smolvlm")
-    image_token = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id("<image>")
+    directory = tmp_path_factory.mktemp("qwen3-vl")
+    card = save_vision_model(directory, "qwen2_5_vl")
+    image_token = Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(IMAGE_TOKEN)
     torch.manual_seed(0)
-    config = transformers.SmolVLMConfig(
+    config = transformers.Qwen3VLConfig(
         vision_config=VISION,
         text_config=TEXT | {"vocab_size": card.vocab_size},
-        scale_factor=2,
         image_token_id=image_token,
-        pad_token_id=None,
         tie_word_embeddings=False,
     )
-    transformers.SmolVLMForConditionalGeneration(config).save_pretrained(directory)
+    model = transformers.Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # so that positions and pictures count
+    model.save_pretrained(directory)
     return directory
 
 
@@ -95,14 +100,16 @@ def ask(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def generated(model_dir: Path, prompt: str, max_tokens: int) -> tuple[list[int], list[int]]:
     """The tokens of the prompt, and those that transformers generates."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model_dir / "tokenizer.json"))
-    processor = Idefics3Processor(
-        image_processor=SmolVLMImageProcessorPil.from_pretrained(model_dir), tokenizer=tokenizer, image_seq_len=4
-    )
-    inputs = processor(text=[prompt], images=[IMAGES], return_tensors="pt")
-    model = transformers.SmolVLMForConditionalGeneration.from_pretrained(model_dir)
-    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None)[0].tolist()
-    start = inputs["input_ids"].shape[1]
-    return output[:start], output[start:]
+    pictures = Qwen2VLImageProcessorPil.from_pretrained(model_dir)(IMAGES, return_tensors="pt")
+    first, *others = prompt.split(IMAGE_TOKEN)
+    counts = (pictures["image_grid_thw"].prod(-1) // 4).tolist()
+    text = first + "".join(IMAGE_TOKEN * count + other for count, other in zip(counts, others, strict=True))
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(model_dir)
+    types = (ids == model.config.image_token_id).int()
+    options = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": None}
+    output = model.generate(input_ids=ids, mm_token_type_ids=types, **pictures, **options)[0].tolist()
+    return output[: ids.shape[1]], output[ids.shape[1] :]
 
 
 def test_chat_with_pictures_has_transformers_tokens_and_finds_them_again(http: httpx.Client, model_dir: Path) -> None:

@@ -36,6 +36,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     scale: PositionScale | None = None
     """Not allowed with a rotary_dim below head_dim: the numbers that do not rotate would not be multiplied."""
+    axes: tuple[int, ...] = ()
+    """Which of a token's three positions (`StepBatch.rope_positions`) turns each pair; empty: its place turns all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,8 @@ class DecoderConfig:
     streams: Streams | None = None
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
+    picture_layers: int = 0
+    """The first layers, fewer than all, behind which pictures add to the residual stream (arXiv 2406.04334)."""
     pictures_see_whole: Literal["nowhere", "in windows", "everywhere"] = "nowhere"
     """Layers, those with a window or all, in which a picture's tokens attend to each other both ways (Gemma 4, 3)."""
 

@@ -8,6 +8,7 @@ last bit once in 100 to 200.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 _Positive = Annotated[float, Meta(ge=1e-6, le=1e9)]
+_Section = Annotated[int, Meta(ge=0, le=512)]
 _Factors = Annotated[tuple[_Positive, ...], Meta(min_length=1, max_length=4096)]
 
 
@@ -46,6 +48,7 @@ class RopeSettings(Struct, frozen=True):
     short_factor: _Factors | None = None
     long_factor: _Factors | None = None
     mixed_b: float | None = None
+    mrope_section: tuple[_Section, _Section, _Section] | None = None
 
     @property
     def kind(self) -> str:
@@ -55,6 +58,26 @@ class RopeSettings(Struct, frozen=True):
         """
         kind = self.rope_type or self.type or "default"
         return {"su": "longrope", "mrope": "default"}.get(kind, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAxes:
+    """How a model's pairs are divided among the three positions of a token: frame, row and column of a picture."""
+
+    sections: tuple[int, int, int]
+    """Pairs of each axis, where the file has no mrope_section."""
+    take_turns: bool
+    """Pairs 3 i + 1 and 3 i + 2 turn by row and column, as many as these have. Otherwise the sections follow each
+    other."""
+
+    def of_pairs(self, given: tuple[int, int, int] | None, num_pairs: int) -> tuple[int, ...]:
+        """The axis of each pair. Raises StartupError."""
+        sections = given or self.sections
+        if self.take_turns:
+            return tuple(i % 3 if i // 3 < sections[i % 3] else 0 for i in range(num_pairs))
+        if sum(sections) != num_pairs:
+            raise StartupError(f"mrope_section is {list(sections)}; its sum must be {num_pairs}, half of what rotates")
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
 
 
 def compute_rope(

@@ -142,6 +142,6 @@ def make_picture_desk(
     """None for a model that takes no pictures."""
     if thread is None or not isinstance(scheduler, Scheduler):
         return None
-    row_bytes = 4 * thread.tower.embedding_size
+    row_bytes = 4 * thread.tower.embedding_size * (1 + spec.picture_layers)
     cache, sees_whole = PictureCache(PICTURE_CACHE_BYTES), spec.whole_picture_tokens > 0
     return PictureDesk(thread, cache, row_bytes, scheduler.pictures, delivery, sees_whole=sees_whole)

@@ -47,9 +47,16 @@ class BatchBuilder:
     """Keeps the page table of all slots between steps: a step writes only the pages that it adds."""
 
     def __init__(
-        self, max_running: int, max_pages_per_sequence: int, num_groups: int = 1, *, has_adapters: bool = False
+        self,
+        max_running: int,
+        max_pages_per_sequence: int,
+        num_groups: int = 1,
+        *,
+        has_adapters: bool = False,
+        has_picture_axes: bool = False,
     ) -> None:
         """max_pages_per_sequence counts the pages of all groups."""
+        self._has_picture_axes = has_picture_axes
         self._adapters = np.full(max_running, NO_ADAPTER, np.int32) if has_adapters else None
         self._page_table = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._num_groups = num_groups
@@ -109,6 +116,7 @@ class BatchBuilder:
             embeddings=tuple(embeddings),
             scored=_scored_tokens(plan, query_starts) if plan.scored else None,
             pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+            rope_positions=self._rope_positions(plan, query_starts, context_lens),
             adapters=self._adapters_of(slots),
             drafts=num_drafts[plan.logit_rows] if drafts else None,
             visible_ends=_visible_ends(query_starts, context_lens, spans) if spans else None,
@@ -117,18 +125,35 @@ class BatchBuilder:
     def _build_decodes(self, plan: Plan) -> StepBatch:
         """`build` for the most frequent plan: each row computes one generated token."""
         slots, num_rows = _column(plan.slots), len(plan)
+        query_starts, context_lens = self._counting[: num_rows + 1].copy(), _column(plan.ends) - np.int32(1)
         return StepBatch(
             input_ids=self._from_slot[:num_rows].copy(),
-            query_starts=self._counting[: num_rows + 1].copy(),
-            context_lens=_column(plan.ends) - np.int32(1),
+            query_starts=query_starts,
+            context_lens=context_lens,
             page_table=self._pages_of(slots),
             slots=slots,
             logit_rows=self._counting[:num_rows].copy(),
             page_copies=tuple(plan.page_copies.values()),
             page_restores=tuple(chain.from_iterable(plan.page_restores.values())),
             state_saves=tuple(plan.state_saves.values()),
+            rope_positions=self._rope_positions(plan, query_starts, context_lens),
             adapters=self._adapters_of(slots),
         )
+
+    def _rope_positions(
+        self, plan: Plan, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32]
+    ) -> NDArray[np.int32] | None:
+        if not self._has_picture_axes or all(sequence.pictures is None for sequence in plan.sequences):
+            return None
+        pictures = [sequence.pictures for sequence in plan.sequences]
+        shifts = _column([0 if each is None else each.shift for each in pictures])
+        firsts = np.repeat(context_lens + shifts - query_starts[:-1], np.diff(query_starts))
+        positions = np.repeat((firsts + np.arange(len(firsts), dtype=np.int32))[:, None], 3, axis=1)
+        for index in range(plan.num_decodes, len(plan)):  # the others are behind their pictures
+            if (own := pictures[index]) is not None:
+                start, end, first = query_starts[index], query_starts[index + 1], int(context_lens[index])
+                positions[start:end] = own.rope_positions(first, first + int(end - start))
+        return positions
 
     def _adapters_of(self, slots: NDArray[np.int32]) -> NDArray[np.int32] | None:
         return None if self._adapters is None else _unless_none(self._adapters[slots])
@@ -233,6 +258,7 @@ def keep_rows(batch: StepBatch, kept: list[int], plan: Plan) -> StepBatch:
         ),
         scored=_keep_scored(batch.scored, token_kept, new_position, plan) if batch.scored and plan.scored else None,
         pooled=_pooled_rows(plan) if plan.pooled_rows else None,
+        rope_positions=None if batch.rope_positions is None else batch.rope_positions[token_kept],
         adapters=None if batch.adapters is None else _unless_none(batch.adapters[rows]),
         drafts=batch.drafts[is_kept] if batch.drafts is not None and plan.drafts else None,
         visible_ends=None if batch.visible_ends is None else batch.visible_ends[token_kept],

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from penstock.backend.passes.ops.interface import AttentionLayer
 
 
+def widths_of_mixers(config: DecoderConfig) -> tuple[int, int]:
+    """The largest widths of what attention and delta rules are given, and of what they give."""
+    heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
+    gates = config.num_heads if config.gated_attention else 0
+    projected = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
+    mixed = config.num_heads * max(head_dim for _, head_dim in heads)
+    if (net := config.delta_net) is None:
+        return projected, mixed
+    return max(projected, net.num_channels + net.value_size), max(mixed, net.value_size)
+
+
 class NativeCache:
     def __init__(self, config: DecoderConfig, rope_begins: tuple[int, ...]) -> None:
         """rope_begins: where the numbers of each rope begin in a row of the table."""

@@ -29,7 +29,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     declare_functions,
     make_shape,
 )
-from penstock.backend.passes.cpu.native_cache import NativeCache
+from penstock.backend.passes.cpu.native_cache import NativeCache, widths_of_mixers
 from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
@@ -42,7 +42,7 @@ from penstock.backend.passes.cpu.weight_memory.native_weights import (
     PackedLinear,
     WeightPacker,
 )
-from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.prompt_embeddings import add_picture_rows, place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class _Program:
 
     operations: ctypes.Array[Operation]
     address: int
+    picture_ends: list[int]  # of the operations before embeddings are put, see `_put_embeddings`
     logits: NDArray[np.float32]
     """All of the buffer."""
 
@@ -83,17 +84,6 @@ class _Program:
 class TimedOperations:
     operations: list[Operation]
     times: ctypes.Array[OperationTime]
-
-
-def _widths_of_mixers(config: DecoderConfig) -> tuple[int, int]:
-    """The largest widths of what attention and delta rules are given, and of what they give."""
-    heads = {config.heads_of_layer(index) for index in range(config.num_layers)}
-    gates = config.num_heads if config.gated_attention else 0
-    projected = max((config.num_heads + gates + 2 * kv_heads) * head_dim for kv_heads, head_dim in heads)
-    mixed = config.num_heads * max(head_dim for _, head_dim in heads)
-    if (net := config.delta_net) is None:
-        return projected, mixed
-    return max(projected, net.num_channels + net.value_size), max(mixed, net.value_size)
 
 
 class NativeOps:
@@ -143,7 +133,7 @@ class NativeOps:
         """If not None, steps are timed, and their operations are appended."""
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
-        projected_width, mixed_width = _widths_of_mixers(config)
+        projected_width, mixed_width = widths_of_mixers(config)
         self._residual = Buffer(config.hidden_size, Dtype.FP32)
         self._last_residual = Buffer(config.hidden_size, Dtype.FP32)
         self._hidden = Buffer(config.hidden_size, dtype)
@@ -215,8 +205,33 @@ class NativeOps:
             for pages in self.cache.arrays:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
+<<<<<<< HEAD
         rows = self._step_rows
         self._place_arrays(describe_rows(rows, batch, input_ids, self._rope_table))
+=======
+        rows, num_logits = self._step_rows, len(batch.logit_rows)
+        verified = () if batch.drafts is None else (batch.verified_tokens,)
+        scored = () if batch.scored is None else (batch.scored.tokens,)
+        rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
+        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
+        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
+        adapters = () if batch.adapters is None else (batch.adapters,)
+        rows.has_adapters = len(adapters)
+        ends = () if batch.visible_ends is None else (batch.visible_ends,)
+        rows.has_ends = len(ends)
+        arrays = (
+            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
+            *(*verified, *scored, *adapters, *ends),
+        )
+        self._place_arrays(arrays)
+        positions, table, longest = batch.rope_positions, self._rope_table, max(batch.context_lens.tolist())
+        rows.has_turns = positions is not None
+        self._turns = table.cover(longest + batch.num_tokens) if positions is None else table.of_tokens(positions)
+        rows.rope = self._turns.ctypes.data
+        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
+        rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
+        num_logits += rows.num_verified
+>>>>>>> main
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
         num_logits = rows.num_logit_rows + rows.num_verified
@@ -236,16 +251,17 @@ class NativeOps:
             self._reserve((self._logits,), step.num_logits)
         program = self._programs.get(needs_logits)
         if program is None:
+            self._picture_ends: list[int] = []
             operations = self._record(partial(forward, step, needs_logits=needs_logits))
             array = (Operation * len(operations))(*operations)
-            program = _Program(array, ctypes.addressof(array), self._logits.rows)
+            program = _Program(array, ctypes.addressof(array), self._picture_ends, self._logits.rows)
             self._programs[needs_logits] = program
-        if step.embeddings:  # they replace rows of the first operation's result
-            self._run(program, 0, 1)
-            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
-            self._run(program, 1, len(program.operations))
-        else:
-            self._run(program, 0, len(program.operations))
+        done = 0
+        for index, end in enumerate(program.picture_ends if step.embeddings else ()):
+            self._run(program, done, end)
+            self._put_embeddings(index, step)
+            done = end
+        self._run(program, done, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
 
     def _prepare_queued(self, batch: StepBatch) -> ComputedStep | None:
@@ -300,9 +316,22 @@ class NativeOps:
 
     def embed(self, table: EmbeddingTable, step: _Step) -> int:
         out = self._do(OperationKind.EMBED, table.address, None, self._residual.address, table.is_packed)
-        if self._recording is None:
-            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
+        self._put_embeddings(0, step)
         return out
+
+    def _add_pictures(self, index: int, residual: int, step: _Step) -> None:  # noqa: ARG002 - there is only one buffer
+        self._put_embeddings(1 + index, step)
+
+    add_pictures = _add_pictures
+
+    def _put_embeddings(self, index: int, step: _Step) -> None:
+        """Put them, or record where. index: 0 for the embeddings, 1 + n for what pictures add behind layer n."""
+        if self._recording is not None:
+            self._picture_ends.append(len(self._recording))
+        elif index == 0:
+            place_embeddings(self._residual.rows, step.embeddings, self._scales.given_embeddings)
+        else:
+            add_picture_rows(self._residual.rows, step.embeddings, index - 1)
 
     def norm(self, residual: int, weight: NDArray[np.float32] | None) -> int:
         address = None if weight is None else weight.ctypes.data

@@ -111,8 +111,10 @@ class DecoderModel:
         if self._config.streams is not None:
             stream_ops(self._ops).begin(residual, step)
         *layers, last = self._layers[: self._num_stored]
-        for layer in layers:
+        for index, layer in enumerate(layers):
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
+            if index < self._config.picture_layers and self._ops.add_pictures is not None:
+                self._ops.add_pictures(index, residual, step)
         return self._project(last, residual, step), residual
 
     def finish(self, qkv: Array, residual: Array, step: Step) -> Array | None:

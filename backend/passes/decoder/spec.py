@@ -64,6 +64,8 @@ def make_spec(
         kv_windows=groups.windows,
         state_bytes_per_sequence=0 if config.delta_net is None else config.delta_net.state_bytes,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),
+        picture_layers=config.picture_layers,
+        has_picture_axes=bool(config.rope.axes),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -320,6 +320,11 @@ class Ops(Protocol):
 
     def embed(self, table: Array, step: Step) -> Array:
         """The step's residual stream, [T, hidden] fp32: rows of the table, and the step's own embeddings, scaled."""
+
+    @property
+    def add_pictures(self) -> Callable[[int, Array, Step], None] | None:
+        """(layer, residual, step): add what pictures add behind the layer (`PassSpec.picture_layers`). None if the
+        operations take no such pictures."""
 
     def norm(self, residual: Array, weight: Array | None) -> Array:
         """Return [T, hidden] in the dtype of the weights. Without a weight the numbers are only converted."""

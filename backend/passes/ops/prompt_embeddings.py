@@ -25,4 +25,14 @@ def check_embeddings(batch: StepBatch) -> None:
 def place_embeddings(residual: NDArray[np.float32], embeddings: tuple[EmbeddedTokens, ...], scale: float) -> None:
     """Overwrite the rows of residual [T, hidden] that have embeddings, with these × scale."""
     for given in embeddings:
-        residual[given.first : given.first + given.values.num_rows] = given.values.read() * np.float32(scale)
+        rows = given.values.read()[:, : residual.shape[1]]
+        residual[given.first : given.first + given.values.num_rows] = rows * np.float32(scale)
+
+
+def add_picture_rows(residual: NDArray[np.float32], embeddings: tuple[EmbeddedTokens, ...], layer: int) -> None:
+    """Add to the rows of residual [T, hidden] what pictures add behind the layer, see `PassSpec.picture_layers`."""
+    width = residual.shape[1]
+    for given in embeddings:
+        rows = given.values.read()[:, (1 + layer) * width : (2 + layer) * width]
+        if rows.size:  # other embeddings have nothing to add
+            residual[given.first : given.first + given.values.num_rows] += rows

@@ -26,6 +26,14 @@ class RopeTable:
         """Where the numbers of each rope begin in a row, and where the last end."""
         self.rows = empty_array((0, self.begins[-1]), Dtype.FP32)
         self._num_positions = 0
+        axes = [(rope.axes or (0,) * (rope.rotary_dim // 2)) * 2 for rope in ropes]
+        self._axes = np.array([axis for own in axes for axis in own], np.int64)
+        self._columns = np.arange(len(self._axes))
+
+    def of_tokens(self, rope_positions: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Rows for `StepBatch.rope_positions`, [T, sum of rotary_dim] in C order."""
+        table = self.cover(int(rope_positions.max()) + 1)
+        return np.ascontiguousarray(table[rope_positions[:, self._axes], self._columns])
 
     def cover(self, num_positions: int) -> NDArray[np.float32]:
         """Return the table with at least num_positions rows. Tables returned earlier stay valid."""

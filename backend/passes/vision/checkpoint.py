@@ -35,7 +35,8 @@ _SMALL_TEXT = {
 
 
 def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> VisionFamily | None:
-    """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason."""
+    """None for a model without a vision part, and for one whose pictures the device does not take. says_why: log the
+    reason."""
     values = read_json_object(model_dir / CONFIG_FILE)
     values = values.get(VISION_KEY, values)
     if not isinstance(values, dict) or not isinstance(values.get("vision_config"), dict):
@@ -44,6 +45,8 @@ def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> Visi
     family = FAMILIES.get(architecture)
     if family is None:
         reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
+    elif family.has_axes and device != "cpu":
+        family, reason = None, "the kernels for GPUs have no positions on three axes"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
     elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):

@@ -1,6 +1,7 @@
 """The architectures whose pictures are taken: how pixels become embeddings.
 
-Image tokens have the positions of ordinary tokens. They attend to those before them, or to all of their picture.
+Image tokens have the positions of ordinary tokens, or with has_axes positions on three axes. They attend to those
+before them, or to all of their picture.
 """
 
 from __future__ import annotations
@@ -12,23 +13,29 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.backend.passes.vision import qwen
+
 Grid: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
-    """config and model are transformers'. Pixels of a picture are [tiles, 3, height, width]."""
+    """config and model are transformers'. Pixels of a picture are [tiles, 3, height, width]; of patches that the image
+    processor flattens, which are its tiles, [patches, 3, values, 1]."""
 
     count: Callable[[Any, tuple[int, int, int], Grid], int]
     """(model, (tiles, height, width), grid) → number of embeddings. Raises ValueError."""
     encode: Callable[[Any, Tensor, Grid], Tensor]
     """(model, normalised pixels, grid) → embeddings [tokens, hidden]."""
-    max_tiles: Callable[[Any, dict[str, Any]], int]
-    """(config, the image processor's settings) → the most tiles of image_size² of one picture."""
+    limits: Callable[[Any, dict[str, Any]], tuple[int, int]]
+    """(config, the image processor's settings) → the most bytes of one picture's pixels, and the most patches that a
+    layer of the tower has at a time."""
     mean_and_std: tuple[tuple[float, ...], tuple[float, ...]] = ((0.5,) * 3, (0.5,) * 3)
     """Of the processor's class, for files that leave them out."""
     whole_tokens: Callable[[Any, dict[str, Any]], int] = lambda *_: 0
-    """As max_tiles; see `PassSpec.whole_picture_tokens`."""
+    """As limits; see `PassSpec.whole_picture_tokens`."""
+    has_axes: bool = False
+    """Image tokens have positions on three axes."""
 
 
 _SOFT_TOKENS, _MOST_SOFT_TOKENS = 280, 1120
@@ -48,6 +55,15 @@ def image_size(config: Any) -> int:
 def patch_size(config: Any) -> int:
     size = config.vision_config.patch_size
     return int(size[0] if isinstance(size, (list, tuple)) else size)
+
+
+def _in_tiles(max_tiles: Callable[[Any, dict[str, Any]], int]) -> Callable[[Any, dict[str, Any]], tuple[int, int]]:
+    """Limits of a tower that encodes squares of image_size, one at a time. max_tiles: the most of one picture."""
+
+    def limits(config: Any, processor: dict[str, Any]) -> tuple[int, int]:
+        return max_tiles(config, processor) * 3 * image_size(config) ** 2, _side(config) ** 2
+
+    return limits
 
 
 def _check_tiles(config: Any, tiles: tuple[int, int, int]) -> None:
@@ -219,6 +235,11 @@ def _max_tiles_gemma4(_: Any, processor: dict[str, Any]) -> int:
     return tokens if isinstance(tokens, int) and 0 < tokens <= _MOST_SOFT_TOKENS else _SOFT_TOKENS
 
 
+def _limits_gemma4(config: Any, processor: dict[str, Any]) -> tuple[int, int]:
+    num_bytes, num_patches = _in_tiles(_max_tiles_gemma4)(config, processor)
+    return num_bytes, num_patches * _max_tiles_gemma4(config, processor)  # all at once
+
+
 def _whole_tokens_gemma4(config: Any, processor: dict[str, Any]) -> int:
     text = config.get_text_config(decoder=True)
     return _max_tiles_gemma4(config, processor) if text.use_bidirectional_attention == "vision" else 0
@@ -228,36 +249,41 @@ def _one_tile(_: Any, __: dict[str, Any]) -> int:
     return 1
 
 
-_IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _max_tiles_idefics3)
+_IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _in_tiles(_max_tiles_idefics3))
+_QWEN = VisionFamily(qwen.count, qwen.encode, qwen.limits, _CLIP, has_axes=True)
 FAMILIES = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
     "Gemma3ForConditionalGeneration": VisionFamily(
-        _count_gemma3, _encode_gemma3, _one_tile, whole_tokens=lambda config, _: int(config.mm_tokens_per_image)
+        _count_gemma3,
+        _encode_gemma3,
+        _in_tiles(_one_tile),
+        whole_tokens=lambda config, _: int(config.mm_tokens_per_image),
     ),
     "Gemma4ForConditionalGeneration": VisionFamily(
         _count_gemma4,
         _encode_gemma4,
-        _max_tiles_gemma4,
+        _limits_gemma4,
         ((0.0,) * 3, (1.0,) * 3),
         _whole_tokens_gemma4,
     ),
     "InternVLForConditionalGeneration": VisionFamily(
         _count_internvl,
         _encode_internvl,
-        _max_tiles_internvl,
+        _in_tiles(_max_tiles_internvl),
         ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     ),
-    "LlavaForConditionalGeneration": VisionFamily(_count_llava, _encode_llava, _one_tile, _CLIP),
+    "LlavaForConditionalGeneration": VisionFamily(_count_llava, _encode_llava, _in_tiles(_one_tile), _CLIP),
     "LlavaOnevisionForConditionalGeneration": VisionFamily(
-        _count_onevision, _encode_onevision, _max_tiles_onevision, _CLIP
+        _count_onevision, _encode_onevision, _in_tiles(_max_tiles_onevision), _CLIP
     ),
-    "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _one_tile, _CLIP),
+    "Mistral3ForConditionalGeneration": VisionFamily(_count_mistral3, _encode_mistral3, _in_tiles(_one_tile), _CLIP),
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3_5ForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
 }
-UNSUPPORTED = {
-    "Qwen2VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen2_5_VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen3VLForConditionalGeneration": "its image tokens have positions on three axes",
-    "Qwen3VLMoeForConditionalGeneration": "its image tokens have positions on three axes",
-}
+UNSUPPORTED: dict[str, str] = {}
 """Architecture → why only its text model is served."""

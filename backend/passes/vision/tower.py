@@ -15,7 +15,7 @@ from torch import nn
 from penstock.backend.forward_pass import PassOptions, PassSpec
 from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.passes.vision.checkpoint import empty_model, find_family, load_model, read_config
-from penstock.backend.passes.vision.families import Grid, VisionFamily, image_size, patch_size
+from penstock.backend.passes.vision.families import Grid, VisionFamily
 from penstock.backend.passes.vision.pixels import Normalization, read_processor
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
@@ -25,7 +25,7 @@ _ROW_VALUES = 10
 
 
 class VisionTower:
-    """Encodes a tile at a time, so its memory is that of one tile."""
+    """Encodes a tile at a time, or the patches of one picture, so its memory is that of one."""
 
     def __init__(self, model: Any, family: VisionFamily, normalization: Normalization, max_picture_bytes: int) -> None:
         self._model = model
@@ -48,9 +48,10 @@ class VisionTower:
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
         normalization = Normalization.read(processor, family)
-        return cls(model, family, normalization, _max_picture_bytes(config, processor, family))
+        return cls(model, family, normalization, _limits(config, processor, family)[0])
 
     def num_tokens(self, shape: tuple[int, ...], grid: Grid) -> int:
+        shape = _in_tiles(shape)
         if len(shape) != 4 or shape[1] != _CHANNELS:
             raise ValueError(f"pixels {list(shape)}; this model takes [tiles, {_CHANNELS}, height, width]")
         return self._family.count(self._model, (shape[0], *shape[2:]), grid)
@@ -58,7 +59,8 @@ class VisionTower:
     def encode(self, pixels: NDArray[np.uint8], grid: Grid, give_way: Callable[[], None]) -> NDArray[np.float32]:
         self._give_way = give_way
         with torch.inference_mode():
-            normalized = self._normalization.apply(torch.from_numpy(pixels.copy())).to(self._device)
+            tiles = torch.from_numpy(pixels.reshape(_in_tiles(pixels.shape)).copy())
+            normalized = self._normalization.apply(tiles).to(self._device)
             rows: NDArray[np.float32] = self._family.encode(self._model, normalized, grid).float().cpu().numpy()
         return rows
 
@@ -68,9 +70,16 @@ class VisionTower:
         self._give_way()
 
 
-def _max_picture_bytes(config: Any, processor: dict[str, Any], family: VisionFamily) -> int:
-    num_bytes = family.max_tiles(config, processor) * _CHANNELS * image_size(config) ** 2
-    return min(num_bytes, 4 * MAX_CONTEXT_TOKENS)
+def _in_tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Also of patches that the image processor flattens, by colour first."""
+    if len(shape) == 2 and shape[1] % _CHANNELS == 0:
+        return shape[0], _CHANNELS, shape[1] // _CHANNELS, 1
+    return shape
+
+
+def _limits(config: Any, processor: dict[str, Any], family: VisionFamily) -> tuple[int, int]:
+    num_bytes, num_patches = family.limits(config, processor)
+    return min(num_bytes, 4 * MAX_CONTEXT_TOKENS), num_patches
 
 
 def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -78,11 +87,8 @@ def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> Pass
     if not spec.generates or (family := find_family(model_dir, options.device)) is None:
         return spec
     config, processor = read_config(model_dir), read_processor(model_dir)
-    max_picture_bytes, vision = _max_picture_bytes(config, processor, family), config.vision_config
+    (max_picture_bytes, num_patches), vision = _limits(config, processor, family), config.vision_config
     weight_bytes = 4 * sum(parameter.numel() for parameter in empty_model(config).parameters())
-    num_patches = (image_size(config) // patch_size(config)) ** 2
-    if vision.model_type == "gemma4_vision":
-        num_patches *= family.max_tiles(config, processor)  # all at once
     patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
     if vision.model_type == "pixtral":
         patch_values += num_patches  # transformers makes a mask of all pairs

@@ -282,6 +282,15 @@ def test_text_model_that_is_not_supported_is_refused(change: dict[str, Any], mes
         parse_decoder_config({"architectures": ["Mistral3ForConditionalGeneration"]} | change)
 
 
+def test_axes_and_layers_of_pictures_are_checked() -> None:
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}, "model_type": "qwen2_vl"}
+    with pytest.raises(StartupError, match=r"mrope_section is \[2, 3, 4\]; its sum must be 8"):
+        parse_decoder_config(LLAMA | rope | {"architectures": ["Qwen2VLForConditionalGeneration"]})
+    vision = {"text_config": LLAMA | {"model_type": "qwen3_vl_text"}, "vision_config": {}}
+    with pytest.raises(StartupError, match="3 entries; a model of 3 layers supports up to 2"):
+        parse_decoder_config({"architectures": ["Qwen3VLForConditionalGeneration"]} | vision)
+
+
 def test_missing_dimension_is_named() -> None:
     with pytest.raises(StartupError, match="missing required field `hidden_size`"):
         parse_decoder_config({key: value for key, value in LLAMA.items() if key != "hidden_size"})

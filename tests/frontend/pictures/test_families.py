@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import transformers
@@ -151,3 +152,12 @@ def test_files_that_show_no_way_make_a_model_of_texts(
     (tmp_path / "config.json").write_text('{"model_type": "other"}')
     assert PictureReader.of_model(card, {}, workshop) is None
     assert 'no image processor is known for model_type "other"' in caplog.text
+
+
+async def test_qwens_pictures_are_made_smaller_for_the_servers_limit(tmp_path: Path, workshop: PictureWorkshop) -> None:
+    card = msgspec.structs.replace(save_vision_model(tmp_path, "qwen2_5_vl"), max_picture_bytes=6 * 28**2 * 8)
+    reader = PictureReader.of_model(card, ModelTokenizer.load(tmp_path).added_tokens, workshop)
+    assert reader is not None
+    (processed,) = await reader.read([("messages", part(picture(600, 200)))], b"")
+    assert processed.result.grid == (1, 2, 8)
+    assert len(processed.pixels) == 6 * 28**2 * 4

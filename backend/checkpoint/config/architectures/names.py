@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.backend.checkpoint.config.architectures.expert_layers import qwen3_vl_experts
 from penstock.backend.checkpoint.config.architectures.families import FAMILIES
 from penstock.backend.checkpoint.config.decoder_config import TensorNames
+from penstock.backend.checkpoint.config.rope_scaling import RopeAxes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,10 @@ class TextPart:
     """Values of keys that files on the hub omit, if HfConfig requires them or the family's default is another."""
     may_be_flat: bool = False
     """Files without text_config have its keys beside the others."""
+    axes: RopeAxes | None = None
+    """For models whose pictures have positions on three axes."""
+    picture_layers: int = 0
+    """The default of the number of vision_config's deepstack_visual_indexes, which other architectures do not have."""
 
 
 _QWEN3_VL_MOE = replace(
@@ -33,6 +38,9 @@ _QWEN3_VL_MOE = replace(
     experts=qwen3_vl_experts,
     names=TensorNames(fused_experts="mlp.experts", fused_takes_turns=False),
 )
+_QWEN2_VL_AXES = RopeAxes((16, 24, 24), take_turns=False)
+_QWEN3_VL_AXES = RopeAxes((24, 20, 20), take_turns=True)
+_QWEN35_AXES = RopeAxes((11, 11, 10), take_turns=True)
 _QWEN2_VL_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 _LLAMA_DEFAULTS = {
     "vocab_size": 32_000,
@@ -107,22 +115,34 @@ TEXT_PARTS = {
         tie_embeddings=False,
         defaults=_QWEN2_VL_DEFAULTS,
         may_be_flat=True,
+        axes=_QWEN2_VL_AXES,
     ),
     "Qwen2_5_VLForConditionalGeneration": TextPart(
         dict.fromkeys(("qwen2_5_vl_text", "qwen2_5_vl"), FAMILIES["Qwen2ForCausalLM"]),
         tie_embeddings=False,
         defaults=_QWEN2_VL_DEFAULTS,
         may_be_flat=True,
+        axes=_QWEN2_VL_AXES,
     ),
-    "Qwen3_5ForConditionalGeneration": TextPart({"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False),
+    "Qwen3_5ForConditionalGeneration": TextPart(
+        {"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False, axes=_QWEN35_AXES
+    ),
     "Qwen3_5MoeForConditionalGeneration": TextPart(
-        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False
+        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False, axes=_QWEN35_AXES
     ),
     "Qwen3VLForConditionalGeneration": TextPart(
-        {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]}, tie_embeddings=False, defaults=_QWEN3_VL_DEFAULTS
+        {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]},
+        tie_embeddings=False,
+        defaults=_QWEN3_VL_DEFAULTS,
+        axes=_QWEN3_VL_AXES,
+        picture_layers=3,
     ),
     "Qwen3VLMoeForConditionalGeneration": TextPart(
-        {"qwen3_vl_moe_text": _QWEN3_VL_MOE}, tie_embeddings=False, defaults=_QWEN3_VL_DEFAULTS
+        {"qwen3_vl_moe_text": _QWEN3_VL_MOE},
+        tie_embeddings=False,
+        defaults=_QWEN3_VL_DEFAULTS,
+        axes=_QWEN3_VL_AXES,
+        picture_layers=3,
     ),
 }
 

@@ -25,7 +25,7 @@ from penstock.backend.passes.cpu.in_torch.torch_quantized_linear import Quantize
 from penstock.backend.passes.cpu.in_torch.torch_side import TorchSideOps, TorchStep, rows_of
 from penstock.backend.passes.cpu.in_torch.torch_streams import TorchStreamOps
 from penstock.backend.passes.ops.interface import HeadShape
-from penstock.backend.passes.ops.prompt_embeddings import place_embeddings
+from penstock.backend.passes.ops.prompt_embeddings import add_picture_rows, place_embeddings
 from penstock.backend.passes.ops.rope_table import RopeTable
 from penstock.backend.sampling.logprobs import score_in_blocks
 
@@ -181,7 +181,11 @@ class TorchOps:
         paged = self.cache.begin_step(batch)
         self.adapters.begin_step(batch)
         positions = paged[0].positions
-        turns = torch.from_numpy(self._rope_table.cover(int(positions.max()) + 1))[positions]
+        if batch.rope_positions is None:
+            rows = self._rope_table.cover(int(positions.max()) + 1)[positions.numpy()]
+        else:
+            rows = self._rope_table.of_tokens(batch.rope_positions)
+        turns = torch.from_numpy(rows)
         of_ropes = torch.split(turns, [rope.rotary_dim for rope in self._config.ropes], dim=1)
         return TorchStep(
             input_ids=torch.from_numpy(input_ids.astype(np.int64)),
@@ -199,6 +203,11 @@ class TorchOps:
             residual.mul_(self._embedding_scale)
         place_embeddings(residual.numpy(), step.embeddings, self._config.scales.given_embeddings)
         return residual
+
+    def _add_pictures(self, index: int, residual: Tensor, step: TorchStep) -> None:
+        add_picture_rows(residual.numpy(), step.embeddings, index)
+
+    add_pictures = _add_pictures
 
     def norm(self, residual: Tensor, weight: Tensor | None) -> Tensor:
         return (residual if weight is None else self._row_norm(residual, weight)).to(self._dtype)

@@ -283,6 +283,7 @@ class StepRows(Structure):
         ("num_verified", c_int64),
         ("num_scored", c_int64),
         ("has_adapters", c_int64),
+        ("has_turns", c_int64),
         ("has_ends", c_int64),
     )
 

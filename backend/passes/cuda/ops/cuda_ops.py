@@ -44,6 +44,8 @@ class CudaOps(DeviceWeights):
     delta_net: DeltaNetOps | None = None
     side: SideOps | None = None
 
+    add_pictures = None
+
     def __init__(
         self,
         device: Device,

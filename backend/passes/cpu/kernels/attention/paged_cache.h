@@ -107,7 +107,8 @@ void run_rotate_and_store(Engine& engine, T* qkv, const Attention& layer) {
         for (i64 t = first; t < last; ++t) {
             T* row = qkv + t * engine.row_size(layer);
             T* keys = row + (heads + shape.num_gates) * dim;
-            const float* turns = step.rope + step.positions[step.token(t)] * shape.rope_width;
+            const i64 token = step.token(t), turn = step.has_turns ? token : step.positions[token];
+            const float* turns = step.rope + turn * shape.rope_width;
             const float* query_turns = layer.query_rope < 0 ? nullptr : turns + layer.query_rope;
             const float* key_turns = layer.key_rope < 0 ? nullptr : turns + layer.key_rope;
             if (layer.q_norm && shape.qk_norm_scope == kWholeProjection) {

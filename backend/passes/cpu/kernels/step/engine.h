@@ -184,7 +184,8 @@ struct Step {
     i64 num_logits = 0;            // how many of them are not scored
     i64 num_narrowed = 0;          // how many of them the step consists of, if it is narrowed
     const std::int32_t* input_ids = nullptr;
-    const float* rope = nullptr;  // [position][rope][cosines, sines]
+    const float* rope = nullptr;  // [position, or token if has_turns][rope][cosines, sines]
+    bool has_turns = false;
     const std::int32_t* page_tables = nullptr;  // [groups][rows][width]
     i64 page_table_width = 0;
     i64 num_rows = 0;

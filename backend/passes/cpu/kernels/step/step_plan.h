@@ -63,6 +63,7 @@ struct StepRows {  // mirrored by native_structs.py
     i64 num_verified;
     i64 num_scored;
     i64 has_adapters;
+    i64 has_turns;  // rope has a row for each token, not for each position
     i64 has_ends;
 };
 
@@ -129,6 +130,7 @@ inline void plan_step(Engine& engine, const StepRows& given) {
     const i64 size = engine.shape.page_size;
     step.input_ids = given.arrays;
     step.rope = given.rope;
+    step.has_turns = given.has_turns;
     step.num_tokens = given.num_tokens;
     step.is_narrowed = false;
     step.positions.resize(step.num_tokens);
