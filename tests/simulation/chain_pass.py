@@ -121,6 +121,26 @@ class Fault:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class SkippableStep:
+    """A step that leaves nonsense where it has written when nobody needs it any more. A later step's is no business of
+    its."""
+
+    output: StepOutput
+    cells: list[int]
+    written: dict[int, int]
+    """By place."""
+
+    def wait(self) -> StepOutput:
+        return self.output
+
+    def skip(self) -> None:
+        for place, cell in self.written.items():
+            if self.cells[place] == cell:
+                self.cells[place] = cell ^ _NONSENSE if cell > 0 else cell
+        self.output.token_ids.fill(NOT_FINITE)
+
+
 class LostStep:
     """A step whose device computed nonsense, and reports it when it is waited for."""
 
@@ -162,6 +182,8 @@ class ChainPass:
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self._written: list[list[int]] = []
         """By row, the cells of the step's tokens, between `forward` and `sample`."""
+        self._written_places: dict[int, int] = {}
+        """The same, by place in `cells`."""
         self.fault: Fault | None = None
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -183,7 +205,7 @@ class ChainPass:
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
         self._states.restore(batch)
-        ends, written, self._written = [], set[int](), []
+        ends, written, self._written, self._written_places = [], set[int](), [], {}
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
@@ -203,7 +225,8 @@ class ChainPass:
                     cell ^= nonsense
                 page = pages[position // page_size]
                 mine.add(page)
-                cells[page * page_size + position % page_size] = cell
+                place = page * page_size + position % page_size
+                cells[place] = self._written_places[place] = cell
                 self._written[-1].append(cell)
                 position += 1
                 if index in scored:
@@ -326,7 +349,8 @@ class ChainPass:
             tokens.append(0)
         scored = self._score(batch.scored.num_top) if batch.scored is not None else None
         found = np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch)
-        return StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
+        output = StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
+        return SkippableStep(output, self.cells, self._written_places) if self.spec.runs_ahead else output
 
     def _verify(self, batch: StepBatch, row: int, num_drafts: int, allowed: list[set[int] | None]) -> tuple[int, int]:
         """The token after the drafts that come true, and the number of these."""

@@ -205,33 +205,9 @@ class NativeOps:
             for pages in self.cache.arrays:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
-<<<<<<< HEAD
         rows = self._step_rows
-        self._place_arrays(describe_rows(rows, batch, input_ids, self._rope_table))
-=======
-        rows, num_logits = self._step_rows, len(batch.logit_rows)
-        verified = () if batch.drafts is None else (batch.verified_tokens,)
-        scored = () if batch.scored is None else (batch.scored.tokens,)
-        rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
-        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
-        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
-        adapters = () if batch.adapters is None else (batch.adapters,)
-        rows.has_adapters = len(adapters)
-        ends = () if batch.visible_ends is None else (batch.visible_ends,)
-        rows.has_ends = len(ends)
-        arrays = (
-            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
-            *(*verified, *scored, *adapters, *ends),
-        )
+        arrays, self._turns = describe_rows(rows, batch, input_ids, self._rope_table)
         self._place_arrays(arrays)
-        positions, table, longest = batch.rope_positions, self._rope_table, max(batch.context_lens.tolist())
-        rows.has_turns = positions is not None
-        self._turns = table.cover(longest + batch.num_tokens) if positions is None else table.of_tokens(positions)
-        rows.rope = self._turns.ctypes.data
-        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
-        rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
-        num_logits += rows.num_verified
->>>>>>> main
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
         num_logits = rows.num_logit_rows + rows.num_verified
@@ -272,11 +248,10 @@ class NativeOps:
         if num_logits > len(program.logits) or batch.num_tokens > len(self._residual.rows):
             return None
         rows = StepRows()
-        arrays = np.concatenate(
-            describe_rows(rows, batch, batch.input_ids, self._rope_table), axis=None, dtype=np.int32
-        )
+        described, turns = describe_rows(rows, batch, batch.input_ids, self._rope_table)
+        arrays = np.concatenate(described, axis=None, dtype=np.int32)
         rows.arrays = arrays.ctypes.data
-        memory = arrays, program, self._rope_table.rows
+        memory = arrays, program, turns
         return ComputedStep(rows, program.address, len(program.operations), program.logits[:num_logits], memory)
 
     def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:

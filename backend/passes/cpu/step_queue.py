@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def describe_rows(
     rows: StepRows, batch: StepBatch, input_ids: NDArray[np.int32], rope_table: RopeTable
-) -> tuple[NDArray[np.int32], ...]:
-    """Fill in rows, except its arrays, which are returned."""
+) -> tuple[tuple[NDArray[np.int32], ...], NDArray[np.float32]]:
+    """Fill in rows, except its arrays. Returns these, and the turns that rows points to."""
     verified = () if batch.drafts is None else (batch.verified_tokens,)
     scored = () if batch.scored is None else (batch.scored.tokens,)
     rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
@@ -37,13 +37,17 @@ def describe_rows(
     rows.has_adapters = len(adapters)
     ends = () if batch.visible_ends is None else (batch.visible_ends,)
     rows.has_ends = len(ends)
-    rows.rope = rope_table.cover(max(batch.context_lens.tolist()) + batch.num_tokens).ctypes.data
+    positions, longest = batch.rope_positions, max(batch.context_lens.tolist())
+    rows.has_turns = positions is not None
+    turns = rope_table.cover(longest + batch.num_tokens) if positions is None else rope_table.of_tokens(positions)
+    rows.rope = turns.ctypes.data
     rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
     rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], len(batch.logit_rows)
-    return (
+    arrays = (
         *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
         *(*verified, *scored, *adapters, *ends),
     )
+    return arrays, turns
 
 
 class ComputedStep(NamedTuple):
