@@ -28,6 +28,7 @@ from penstock.backend.forward_pass import (
     positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
 from tests.simulation.violations import PlantedFault, Violation
 
@@ -121,33 +122,6 @@ class Fault:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class SkippableStep:
-    """A step that leaves nonsense where it has written when nobody needs it any more. A later step's is no business of
-    its."""
-
-    output: StepOutput
-    cells: list[int]
-    written: dict[int, int]
-    """By place."""
-
-    def wait(self) -> StepOutput:
-        return self.output
-
-    def skip(self) -> None:
-        for place, cell in self.written.items():
-            if self.cells[place] == cell:
-                self.cells[place] = cell ^ _NONSENSE if cell > 0 else cell
-        self.output.token_ids.fill(NOT_FINITE)
-
-
-class LostStep:
-    """A step whose device computed nonsense, and reports it when it is waited for."""
-
-    def wait(self) -> StepOutput:
-        raise PlantedFault("while the step was waited for")
-
-
 class ChainPass:
     """Checks each batch against the contract of `StepBatch`, and fails as `fault` says."""
 
@@ -178,12 +152,11 @@ class ChainPass:
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
         self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
+        self._writers = Writers()
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self._written: list[list[int]] = []
         """By row, the cells of the step's tokens, between `forward` and `sample`."""
-        self._written_places: dict[int, int] = {}
-        """The same, by place in `cells`."""
         self.fault: Fault | None = None
 
     def forward(self, batch: StepBatch) -> list[int]:
@@ -205,7 +178,7 @@ class ChainPass:
         self._restore_pages(batch.page_restores, contexts, table, nonsense)
         self._copy_pages(batch.page_copies, contexts, table, nonsense)
         self._states.restore(batch)
-        ends, written, self._written, self._written_places = [], set[int](), [], {}
+        ends, written, self._written = [], set[int](), []
         adapters = [NO_ADAPTER] * len(slots) if batch.adapters is None else batch.adapters.tolist()
         page_size, cells = self._page_size, self.cells
         for row, slot in enumerate(slots):
@@ -225,8 +198,8 @@ class ChainPass:
                     cell ^= nonsense
                 page = pages[position // page_size]
                 mine.add(page)
-                place = page * page_size + position % page_size
-                cells[place] = self._written_places[place] = cell
+                cells[page * page_size + position % page_size] = cell
+                self._writers.note([page * page_size + position % page_size])
                 self._written[-1].append(cell)
                 position += 1
                 if index in scored:
@@ -301,6 +274,7 @@ class ChainPass:
             if place not in self.saved_cells or 0 in self.saved_cells[place]:
                 raise Violation("a page is restored that was not saved, or not when it was full")
             cells[page * size : (page + 1) * size] = _spoiled(self.saved_cells[place], nonsense)
+            self._writers.note(range(page * size, (page + 1) * size))
 
     def _copy_pages(
         self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
@@ -316,6 +290,7 @@ class ChainPass:
         for source, destination in copies:
             copied = _spoiled(cells[source * size : (source + 1) * size], nonsense)
             cells[destination * size : (destination + 1) * size] = copied
+            self._writers.note(range(destination * size, (destination + 1) * size))
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = SlotState(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
@@ -350,7 +325,7 @@ class ChainPass:
         scored = self._score(batch.scored.num_top) if batch.scored is not None else None
         found = np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch)
         output = StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
-        return SkippableStep(output, self.cells, self._written_places) if self.spec.runs_ahead else output
+        return SkippableStep(output, self.cells, self._writers.end_step()) if self.spec.runs_ahead else output
 
     def _verify(self, batch: StepBatch, row: int, num_drafts: int, allowed: list[set[int] | None]) -> tuple[int, int]:
         """The token after the drafts that come true, and the number of these."""

@@ -92,7 +92,8 @@ class LaunchedStep:
             raise self.error
         if self.output is None:
             return StepResult(plan, [])
-        if not plan.live_rows() and isinstance(self.output, ISkippableOutput):  # all have ended since it was launched
+        # All rows have ended since the launch. Late ones have not: their keys are needed.
+        if not self.late and not plan.live_rows() and isinstance(self.output, ISkippableOutput):
             self.output.skip()
         output = self.output.wait()
         token_ids = output.token_ids.tolist()

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections import deque
-from ctypes import CDLL, addressof, byref
+from ctypes import CDLL, Structure, addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.backend.forward_pass import StepBatch, StepOutput
-from penstock.backend.passes.cpu.library.native_structs import QueuedWork
+from penstock.backend.passes.cpu.library.native_structs import declare_functions
 from penstock.backend.sampling.sampler import sampled_places
 
 if TYPE_CHECKING:
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from penstock.backend.passes.cpu.library.native_structs import StepRows
     from penstock.backend.passes.cpu.native_sampling import NativeSampler
     from penstock.backend.passes.ops.rope_table import RopeTable
+
+
+_P, _N = c_void_p, c_int64
+_SIGNATURES = {
+    "ps_open_queue": (_P, (_P,)),
+    "ps_close_queue": (None, (_P,)),
+    "ps_queue": (_N, (_P, _P)),
+    "ps_await": (None, (_P, _N)),
+    "ps_skip": (None, (_P, _N)),
+}
+
+
+class QueuedWork(Structure):
+    _fields_ = (("rows", _P), ("operations", _P), ("count", _N), ("sampled", _P), ("last_tokens", _P))
 
 
 def describe_rows(
@@ -74,6 +88,7 @@ class StepQueue:
         """last_tokens: address of the tokens that the slots sampled last, int32, which the queue reads and writes."""
         self._library, self._last_tokens = library, last_tokens
         self._prepare, self._sampler = prepare, sampler
+        declare_functions(library, _SIGNATURES)
         self._queue: int | None = library.ps_open_queue(engine)
         self._num_put = self._num_awaited = 0
         self._kept = deque[tuple[int, object]]()

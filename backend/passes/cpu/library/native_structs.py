@@ -288,16 +288,6 @@ class StepRows(Structure):
     )
 
 
-class QueuedWork(Structure):
-    _fields_ = (
-        ("rows", c_void_p),
-        ("operations", c_void_p),
-        ("count", c_int64),
-        ("sampled", c_void_p),
-        ("last_tokens", c_void_p),
-    )
-
-
 class ScoredRows(Structure):
     _fields_ = (
         ("logits", c_void_p),
@@ -370,17 +360,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ps_run": (None, (_P, _P, _N, _P)),
     "ps_score": (None, (_P, _P, _N, _P)),
     "ps_sample": (None, (_P, _P)),
-    "ps_open_queue": (c_void_p, (_P,)),
-    "ps_close_queue": (None, (_P,)),
-    "ps_queue": (c_int64, (_P, _P)),
-    "ps_await": (None, (_P, _N)),
-    "ps_skip": (None, (_P, _N)),
     "ps_read_memory": (c_float, (_P, _P, _N)),
 }
 
 
-def declare_functions(library: CDLL) -> None:
-    for name, (result, arguments) in _SIGNATURES.items():
+def declare_functions(library: CDLL, signatures: dict[str, tuple[Any, tuple[Any, ...]]] = _SIGNATURES) -> None:
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -128,3 +129,16 @@ def test_skipped_step_changes_no_later_one(forward_pass: CpuDecoderPass) -> None
     skipped.skip()
     assert len(skipped.wait().token_ids) == len(PROMPTS)
     assert answers(forward_pass, SAMPLING) == expected
+
+
+def test_memory_of_a_step_that_nobody_waits_for_lives_until_later_ones_are_done(forward_pass: CpuDecoderPass) -> None:
+    begin(forward_pass, SAMPLING)
+    forward_pass.run_ahead()
+    dropped = sample(forward_pass, decode(0))
+    assert isinstance(dropped, QueuedTokens)
+    tokens = weakref.ref(dropped.tokens)
+    del dropped
+    assert tokens() is not None
+    sample(forward_pass, decode(1)).wait()
+    sample(forward_pass, decode(2)).wait()
+    assert tokens() is None

@@ -10,7 +10,7 @@
 
 namespace {
 
-struct QueuedWork {  // mirrored by native_structs.py
+struct QueuedWork {  // mirrored by step_queue.py
     const StepRows* rows;  // of a step to compute, or null
     const Operation* operations;
     i64 count;
