@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 96_900
-MAX_LABORATORY_LINES = 19_710
+MAX_PRODUCT_LINES = 97_150
+MAX_LABORATORY_LINES = 19_850
 MAX_DOC_WORDS = 78_346
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
