@@ -133,12 +133,13 @@ def test_skipped_step_changes_no_later_one(forward_pass: CpuDecoderPass) -> None
 
 def test_memory_of_a_step_that_nobody_waits_for_lives_until_later_ones_are_done(forward_pass: CpuDecoderPass) -> None:
     begin(forward_pass, SAMPLING)
+    sample(forward_pass, decode(0))  # makes room
     forward_pass.run_ahead()
-    dropped = sample(forward_pass, decode(0))
+    dropped = sample(forward_pass, decode(1))
     assert isinstance(dropped, QueuedTokens)
     tokens = weakref.ref(dropped.tokens)
     del dropped
     assert tokens() is not None
-    sample(forward_pass, decode(1)).wait()
     sample(forward_pass, decode(2)).wait()
+    sample(forward_pass, decode(3)).wait()
     assert tokens() is None
