@@ -185,8 +185,9 @@ class HostOffload:
         self.discard([page_hash for page_hash, saved in self._saved.items() if saved.salt == salt])
 
     def discard(self, page_hashes: list[bytes]) -> None:
-        """Forget this content. Hashes that are not saved here are ignored."""
-        self._free += [self._forget(page_hash) for page_hash in page_hashes if page_hash in self._saved]
+        """Forget this content, unless the step being planned restores it. Hashes that are not saved are ignored."""
+        found = [page_hash for page_hash in page_hashes if page_hash in self._saved and page_hash not in self._restored]
+        self._free += map(self._forget, found)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless each host page is free or has one hash, and no step is being planned."""

@@ -204,8 +204,12 @@ class Admission:
                 return budget
             return self._start_if_it_fits(sequence, budget, in_parts=in_parts)
         may_copy = num_left > 0 or not self._pool.is_idle(prefix.copy_source)
-        if not may_copy and self._pictures.keeps_waiting(sequence, num_available - prefix.num_copied_tokens):
-            return budget
+        if not (may_copy and sequence.may_begin(num_available, budget)):
+            may_copy, num_available = False, num_available - prefix.num_copied_tokens
+            if self._pictures.keeps_waiting(sequence, num_available):
+                return budget
+            if prefix.num_on_host and not sequence.may_begin(num_available, budget):
+                return 0  # only a step with a row of the sequence brings its pages back
         passes, num_available = list(self._waiting.passed_before(sequence)), self._pool.num_available
         self._waiting.take(sequence)
         sequence.goes_first = False

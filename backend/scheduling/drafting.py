@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from itertools import takewhile
 from typing import Protocol
@@ -64,10 +63,6 @@ class Drafting:
             chosen = drafts.setdefault(sequence, [])
             chosen.append(guesses[sequence][len(chosen)])
         return drafts
-
-    def wanted(self, decodes: Collection[Sequence]) -> dict[Sequence, int]:  # noqa: ARG002 - for a draft model
-        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
-        return {}
 
     def _guess(self, sequence: Sequence) -> list[tuple[int, float]]:
         """Tokens after the sequence's num_computed, and their chances. The tokens between are being sampled."""

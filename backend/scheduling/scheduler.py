@@ -8,6 +8,7 @@ tokens to compute. Then it admits waiting sequences as slots, pages and the toke
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from penstock.backend.kv_cache.host_offload import HostOffload
 from penstock.backend.kv_cache.kv_groups import KvGroups
@@ -140,12 +141,10 @@ class Scheduler:
         self._num_plans += bool(plan)
         return plan
 
-    def wanted_guesses(self) -> dict[Sequence, int]:
-        """Sequences that a draft model should continue before the next plan, each with a number of tokens."""
+    def next_decodes(self) -> Collection[Sequence]:
+        """The running sequences, unless the next plan has other work than they: those may decode in it."""
         is_prompt_next = bool(self._waiting) and self.num_free_slots > 0
-        if self.drafting is None or is_prompt_next or self._bisections:
-            return {}
-        return self.drafting.wanted(self._running.sequences)
+        return () if is_prompt_next or self._bisections else self._running.sequences
 
     def outlook(self) -> Outlook:
         """See `ISequenceScheduler`."""
@@ -156,7 +155,8 @@ class Scheduler:
     def _max_prompt_tokens(self) -> int:
         """The most tokens of prompts in the next step. A short step is planned when it will serve a short prompt of a
         tenant that has nothing running: the first token of its answer comes when the step ends."""
-        if self._tenants.are_several and self._num_plans >= self._no_short_step_before:
+        may_be_short = not self.pictures.num_sequences  # a picture may have to be computed whole
+        if self._tenants.are_several and may_be_short and self._num_plans >= self._no_short_step_before:
             head, num_tokens = self._waiting.head(), self._max_batch_tokens // _SHORT_STEP_PART
             if head is not None and not head.account.num_running and len(head.tokens) <= num_tokens:
                 self._no_short_step_before = self._num_plans + _STEPS_PER_SHORT_STEP

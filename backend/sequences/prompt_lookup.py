@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,7 +146,10 @@ class Guesser:
 
     def take_guess(self, tokens: array[int], guessed: list[int]) -> None:
         """Follow what a draft model has guessed after these tokens, for which `guess` was called. The guess that it
-        replaces is judged all the same."""
+        replaces is judged all the same. To guess nothing is wrong, so that the model is not always asked in vain."""
+        if not guessed:
+            self._judge(_MODEL, is_right=False, follows=False)
+            return
         replaced = (self._listed or tokens)[self._source + self._num_right :] if self._source or self._listed else []
         self._passed_over = (self._kind, self._num_right > 0, replaced[0]) if replaced else None
         self._first, self._num_right, self._source = len(tokens), 0, 0
@@ -155,12 +159,8 @@ class Guesser:
         """The probability of each of the guess's next num_tokens tokens, together with those before it; of_model: of a
         new guess of a draft model."""
         first, following = self._rates[_MODEL if of_model else self._kind]
-        chance, chances = 1.0, []
         first = following if self._num_right and not of_model else first
-        for rate in chain([first], repeat(following, num_tokens - 1)):
-            chance *= rate
-            chances.append(chance)
-        return chances
+        return list(accumulate(chain([first], repeat(following, num_tokens - 1)), mul))
 
 
 def _continue_from(tokens: array[int], index: int) -> list[int]:

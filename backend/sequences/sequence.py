@@ -313,6 +313,10 @@ class Sequence:
         end = min(self.num_given_tokens, self.kv.next_border)
         return end if self.pictures is None else self.pictures.ready_end(self.num_computed, end)
 
+    def may_begin(self, first: int, most: int) -> bool:
+        """Whether a step with at most `most` tokens can begin with this one."""
+        return self.pictures is None or self.pictures.uncut(first + 1)[1] - first <= most
+
     def whole_chunk(self, num_tokens: int, most: int) -> int:
         """About num_tokens, at most `most`, after which a step may end that begins with the next token to compute."""
         if self.pictures is None:

@@ -100,7 +100,7 @@ class DraftChoice:
         texts = None if self.is_alone else scheduler.drafting.texts
         drafting = ModelDrafting(times, texts, self.spec.max_context_tokens, is_alone=self.is_alone)
         scheduler.drafting = drafting
-        return DraftDesk(self.model, executor, drafting, scheduler.wanted_guesses, spec.vocab_size)
+        return DraftDesk(self.model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
 
     def _num_pages(self, plan: KvPlan) -> int:
         return plan.num_pages + num_spare_pages(plan.page_size_tokens)

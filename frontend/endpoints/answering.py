@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.frontend.endpoints.prompts import encode_prompts, fill_in_model, render_chat, truncated
@@ -26,6 +27,7 @@ from penstock.frontend.parsing.syntax.generic_tools import GENERIC
 from penstock.frontend.schemas.chat import ChatBody
 from penstock.frontend.schemas.completion import CompletionBody
 from penstock.frontend.schemas.decoding import AnsweredBody
+from penstock.frontend.schemas.generation import SchedulingBody
 from penstock.frontend.telemetry.request_log import RequestLogEntry
 from penstock.frontend.telemetry.trace_context import parse_traceparent
 from penstock.frontend.transport.exchange import Exchange
@@ -56,6 +58,21 @@ class AnswerStyle:
     """Each token is its own piece, even when several arrive together: then a repetition has the same events."""
 
 
+@contextlib.asynccontextmanager
+async def prepared_in_time(exchange: Exchange, body: SchedulingBody) -> AsyncIterator[None]:
+    """Run the block, which may read pictures, until the request's time limit, and while the client is there.
+
+    Raises ApiError, ClientGoneError.
+    """
+    deadline_s = read_request_policy(exchange, body).deadline_s
+    left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    try:
+        async with asyncio.timeout(left_s), exchange.cancelled_on_disconnect():
+            yield
+    except TimeoutError:
+        raise expired() from None
+
+
 async def answer_chat(
     exchange: Exchange,
     body: ChatBody,
@@ -71,14 +88,9 @@ async def answer_chat(
     Raises ApiError, ClientGoneError.
     """
     refuse_if_full(exchange, body, served)
-    deadline_s = read_request_policy(exchange, body).deadline_s  # pictures may take long
-    left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-    try:
-        async with asyncio.timeout(left_s), exchange.cancelled_on_disconnect():
-            prompt = await render_chat(body, served, exchange.tenant, is_long=num_body_bytes > _INLINE_BODY_BYTES)
-            token_ids, rules = await chat_answer_rules(body, prompt.token_ids, served)
-    except TimeoutError:
-        raise expired() from None
+    async with prepared_in_time(exchange, body):
+        prompt = await render_chat(body, served, exchange.tenant, is_long=num_body_bytes > _INLINE_BODY_BYTES)
+        token_ids, rules = await chat_answer_rules(body, prompt.token_ids, served)
     if body.offered_tools and served.syntax.is_generic:
         exchange.more_headers = (*exchange.more_headers, (_TOOLS_HEADER, GENERIC.encode()))
     pictures = tuple(picture.moved(len(before)) for picture in prompt.pictures)

@@ -109,8 +109,6 @@ class PictureReader:
 
     def check_count(self, text: str, parts: Sequence[tuple[str, ContentPart]]) -> None:
         """Check that the template has written a place for each picture. Raises ApiError."""
-        if len(parts) > MAX_PICTURES:
-            invalid("messages", f"{len(parts)} pictures; the limit is {MAX_PICTURES}")
         num_places = text.count(self._family.place)
         if num_places < len(parts):
             message = f"the model's chat template shows {num_places} of {len(parts)} pictures"
@@ -120,6 +118,8 @@ class PictureReader:
 
     async def read(self, parts: Sequence[tuple[str, ContentPart]], tenant: bytes) -> list[ProcessedPicture]:
         """Decode and process pictures. Raises ApiError."""
+        if len(parts) > MAX_PICTURES:
+            invalid("messages", f"{len(parts)} pictures; the limit is {MAX_PICTURES}")
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading = [

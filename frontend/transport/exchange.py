@@ -193,7 +193,7 @@ class Exchange(Abortable):
         """
         declared = self.header(b"content-length")
         if declared is not None and int(declared) > max_bytes:
-            raise _too_large(max_bytes)
+            raise body_too_large(max_bytes)
         parts: list[bytes] = [self.unread_body]
         self.unread_body = b""
         num_bytes = 0
@@ -204,7 +204,7 @@ class Exchange(Abortable):
                         part = await self._receive_part()
                         num_bytes += len(part)
                         if num_bytes > max_bytes:
-                            raise _too_large(max_bytes)
+                            raise body_too_large(max_bytes)
                         parts.append(part)
                         if self._incomplete is not None:
                             self._incomplete.hold(self, num_bytes, time.monotonic())
@@ -366,5 +366,5 @@ class Exchange(Abortable):
             asyncio.get_running_loop().call_soon(action)
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def body_too_large(max_bytes: int) -> ApiError:
     return ApiError(ErrorKind.BODY_TOO_LARGE, f"the body is larger than the limit of {max_bytes} bytes")

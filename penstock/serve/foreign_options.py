@@ -121,7 +121,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("--speculative-config --speculative-model --model-draft -md --speculative-algorithm --draft-max", _DRAFTS),
     ("--num-draft-tokens --lookup-cache-static --lookup-cache-dynamic", _DRAFTS),
     ("--limit-mm-per-prompt", "a request has up to 64 pictures; sound and video are refused"),
-    ("--mmproj -mm", "pictures need a model in safetensors, which has its tower"),
+    ("-mm", "use --mmproj"),
     ("--media-path --allowed-local-media-path", "no local file is read; send a data URI"),
     ("--allowed-media-domains", "use --allow-remote-images"),
 )

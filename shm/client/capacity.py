@@ -102,8 +102,8 @@ class Capacity:
             if stream.pixels and stream.finish is Finish.NONE and stream.message.tenant == tenant
             for each in stream.pixels
         ]
-        sizes = {id(each): len(each) for each in (*others, *pixels)}  # requests with one picture share its bytes
-        if len(sizes) > len(pixels) and sum(sizes.values()) > MAX_WAITING_PIXEL_BYTES:
+        sizes = {id(each): len(each) for each in (*others, *pixels)}  # pictures may share their bytes
+        if sizes.keys() - set(map(id, pixels)) and sum(sizes.values()) > MAX_WAITING_PIXEL_BYTES:
             reason = f"pictures with more than {MAX_WAITING_PIXEL_BYTES} bytes of pixels, the limit, would wait"
             raise Overloaded(self.retry_after_s, MAX_WAITING_PIXEL_BYTES, reason)
 

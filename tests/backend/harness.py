@@ -285,7 +285,7 @@ class Bench(EngineRig):
         num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
         draft_pass.create_cache(num_pages, self.page_size, "fp32")
         model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
-        return DraftDesk(model, self.executor, drafting, self.scheduler.wanted_guesses, self.vocab_size)
+        return DraftDesk(model, self.executor, drafting, self.scheduler.next_decodes, self.vocab_size)
 
     def clock(self) -> float:
         return self.now_s

@@ -103,4 +103,4 @@ def make_desk(
     its_sizes = replace(sizes, num_pages=num_pages, num_host_pages=0, max_running=4, runs_ahead=False, adapters=())
     draft_pass: Any = DraftChainPass(vocab_size, its_sizes)  # it has what a draft model calls
     model = DraftModel(draft_pass, sizes.num_pages, sizes.page_size, sizes.max_batch_tokens)
-    return DraftDesk(model, executor, drafting, scheduler.wanted_guesses, vocab_size)
+    return DraftDesk(model, executor, drafting, scheduler.next_decodes, vocab_size)

@@ -91,13 +91,6 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected a list of strings")
         return value
 
-    def floats(self, key: str, count: int) -> list[float]:
-        self._read.add(self.prefix + key)
-        values = self._values.get(self.prefix + key)
-        if not isinstance(values, list) or len(values) != count or not all(isinstance(each, float) for each in values):
-            raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
-        return values
-
     def interval_or_flags(self, key: str) -> int | list[bool] | None:
         """Read a number, or a flag for each layer."""
         self._read.add(self.prefix + key)
@@ -107,7 +100,7 @@ class Metadata:
         return self.own(key, int)
 
     def numbers(self, key: str, count: int) -> list[float]:
-        """Read a number for each layer; infinite ones too."""
+        """Read count numbers; infinite ones too."""
         self._read.add(self.prefix + key)
         values = self._values.get(self.prefix + key)
         if not isinstance(values, list) or len(values) != count or not all(isinstance(item, float) for item in values):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.architectures.encoder_names import EncoderNames
     from penstock.backend.checkpoint.config.decoder_config import TensorNames
 
+_MAX_EXPERTS = 4096
 _OTHER_NAMES = {
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
@@ -144,4 +145,6 @@ class GgufNames:
 
 
 def _of_each(module: str, shape: tuple[int, ...]) -> list[str]:
-    return [module.format(i) for i in range(shape[0])] if "{}" in module else [module]
+    if "{}" not in module:
+        return [module]
+    return [module.format(i) for i in range(shape[0])] if shape[0] <= _MAX_EXPERTS else []

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.backend.checkpoint.config.architectures.hf_config import MAX_LAYERS
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.gguf.metadata import Metadata
@@ -20,6 +21,8 @@ from penstock.backend.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from penstock.backend.checkpoint.gguf.header import GgufTensor
 
 logger = logging.getLogger("penstock.backend")
 
@@ -101,6 +104,7 @@ _RENAMED = (
     (r"feed_forward\.gate_proj", "ffn_gate"),
     (r"lambda_([12])$", r"ls\1.weight"),
 )
+_SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,42 +131,54 @@ def find_projector(model: Path) -> Path | None:
 
 def read_projector(path: Path, hidden_size: int) -> Projector:
     """Raises StartupError."""
-    metadata = Metadata(read_header(path).metadata)
+    header = read_header(path)
     try:
-        return _read(metadata, hidden_size)
+        return _read(Metadata(header.metadata), header.tensors, hidden_size)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
 
 
-def _read(metadata: Metadata, hidden_size: int) -> Projector:
+def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: int) -> Projector:
     key = "clip.vision.projector_type" if metadata.get("clip.projector_type", str) is None else "clip.projector_type"
     name = metadata.get(key, str)
     if name not in _KINDS or name == "mistral3":
         known = ", ".join(kind for kind in _KINDS if kind != "mistral3")
         raise StartupError(f"{key} is {shorten(name)}; supported are {known}")
-    merge = metadata.own("vision.spatial_merge_size", int) or 1
+    if "model.image_newline" in tensors:
+        raise StartupError(
+            "tensor model.image_newline is of LLaVA 1.6, which cuts pictures into tiles; 1.5 is supported"
+        )
+    merge = _size(metadata, "spatial_merge_size", 1)
     kind = _KINDS["mistral3" if name == "pixtral" and merge > 1 else name]
-    projected, scale = _size(metadata, "projection_dim"), metadata.own("vision.projector.scale_factor", int)
-    if name != "mlp" and projected != hidden_size:  # of LLaVA it is CLIP's own
-        raise StartupError(f"clip.vision.projection_dim is {projected}; the model's embedding_length is {hidden_size}")
-    side, patch = _size(metadata, "image_size"), _size(metadata, "patch_size")
+    bias = tensors.get("mm.2.bias") if name == "mlp" else None
+    projected = _size(metadata, "projection_dim") if bias is None else bias.shape[0]  # of LLaVA the key is CLIP's own
+    if projected != hidden_size:
+        raise StartupError(f"its embeddings have {projected} numbers; the model's embedding_length is {hidden_size}")
+    side, patch, layers = (_size(metadata, key) for key in ("image_size", "patch_size", "block_count"))
+    if layers > MAX_LAYERS or any(tensor.startswith(f"v.blk.{layers}.") for tensor in tensors):
+        raise StartupError(
+            f"clip.vision.block_count is {layers}; the file has more layers, or the limit is {MAX_LAYERS}"
+        )
+    eps = metadata.own("vision.attention.layer_norm_epsilon", float) or kind.eps
+    if not 0 < eps < 1:
+        raise StartupError(f"clip.vision.attention.layer_norm_epsilon is {eps}; it is between 0 and 1")
     vision: dict[str, Any] = {
         "model_type": kind.vision_type,
         "hidden_size": _size(metadata, "embedding_length"),
         "intermediate_size": _size(metadata, "feed_forward_length"),
-        "num_hidden_layers": _size(metadata, "block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": _size(metadata, "attention.head_count"),
         "image_size": side,
         "patch_size": patch,
-        "layer_norm_eps": metadata.own("vision.attention.layer_norm_epsilon", float) or kind.eps,
+        "layer_norm_eps": eps,
         "hidden_act": _activation(metadata, kind),
     }
-    if vision["hidden_size"] % vision["num_attention_heads"] or side % patch:
+    if vision["hidden_size"] % vision["num_attention_heads"] or patch > side:
         raise StartupError(
-            f"clip.vision.embedding_length is {vision['hidden_size']}, image_size {side}; they must be multiples of "
-            f"attention.head_count, {vision['num_attention_heads']}, and of patch_size, {patch}"
+            f"clip.vision.embedding_length is {vision['hidden_size']}, patch_size {patch}; the first is a multiple of "
+            f"attention.head_count, {vision['num_attention_heads']}, the other at most image_size, {side}"
         )
-    config, processor, image = _parts(metadata, kind, vision, scale or (4 if name == "gemma3" else 2), merge)
+    config, processor, image = _parts(metadata, kind, vision, merge)
     text = _TEXT | {"model_type": kind.text_type, "hidden_size": hidden_size}
     whole = {
         "model_type": kind.model_type,
@@ -172,8 +188,8 @@ def _read(metadata: Metadata, hidden_size: int) -> Projector:
         **config,
     }
     image |= {
-        "image_mean": metadata.floats("vision.image_mean", 3),
-        "image_std": metadata.floats("vision.image_std", 3),
+        "image_mean": metadata.numbers("vision.image_mean", 3),
+        "image_std": metadata.numbers("vision.image_std", 3),
     }
     return Projector(
         {VISION_KEY: whole},
@@ -182,15 +198,20 @@ def _read(metadata: Metadata, hidden_size: int) -> Projector:
 
 
 def _parts(
-    metadata: Metadata, kind: _Kind, vision: dict[str, Any], scale: int, merge: int
+    metadata: Metadata, kind: _Kind, vision: dict[str, Any], merge: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What the family adds to the config, the processor's settings and the image processor's."""
     side, patch = vision["image_size"], vision["patch_size"]
+    scale = _size(metadata, "projector.scale_factor", 4 if kind.model_type == "gemma3" else 2)
+    if side // patch % scale and kind.model_type in ("smolvlm", "gemma3", "internvl"):
+        raise StartupError(
+            f"clip.vision.projector.scale_factor is {scale}; it must divide {side // patch} patches a side"
+        )
     per_side = side // patch // scale
     square: dict[str, Any] = {"size": {"height": side, "width": side}}
     match kind.model_type:
         case "smolvlm":
-            longest = metadata.own("vision.preproc_image_size", int) or 4 * side
+            longest = _size(metadata, "preproc_image_size", 4 * side)
             sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": side}}
             return {"scale_factor": scale}, {"image_seq_len": per_side**2}, sizes
         case "gemma3":
@@ -198,7 +219,7 @@ def _parts(
             return {"mm_tokens_per_image": per_side**2}, {"image_seq_length": per_side**2}, square
         case "internvl":
             vision |= {"image_size": [side, side], "patch_size": [patch, patch], "norm_type": "layer_norm"}
-            most = metadata.own("vision.preproc_max_tiles", int) or 12
+            most = _size(metadata, "preproc_max_tiles", 12)
             config: dict[str, Any] = {"downsample_ratio": 1 / scale, "vision_feature_layer": -1}
             return config, {"image_seq_length": per_side**2}, square | {"max_patches": most}
     if kind.vision_type == "pixtral":
@@ -220,15 +241,17 @@ def _activation(metadata: Metadata, kind: _Kind) -> str:
     return "gelu" if metadata.get("clip.use_gelu", bool) else "quick_gelu"
 
 
-def _size(metadata: Metadata, key: str) -> int:
-    value = metadata.required(f"vision.{key}")
+def _size(metadata: Metadata, key: str, default: int | None = None) -> int:
+    """default: of a file without the key, or with 0."""
+    value = metadata.required(f"vision.{key}") if default is None else metadata.own(f"vision.{key}", int) or default
     if not 1 <= value <= _MAX_SIZE:
         raise StartupError(f"clip.vision.{key} is {value}; it is from 1 to {_MAX_SIZE}")
     return value
 
 
-def projector_name(name: str, model_type: str, vision_type: str) -> str:
-    """The file's name of a tensor of transformers' model. The types are those of its configs."""
+def projector_name(name: str, model_type: str, vision_type: str, *, is_swapped: bool = False) -> str:
+    """The file's name of a tensor of transformers' model. The types are those of its configs. is_swapped: as old
+    converters name them, up is down."""
     own = next(
         kind.names for kind in _KINDS.values() if (kind.model_type, kind.vision_type) == (model_type, vision_type)
     )
@@ -238,7 +261,7 @@ def projector_name(name: str, model_type: str, vision_type: str) -> str:
         return own.get(begin, begin) + part.removeprefix(begin)
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
-    return name
+    return re.sub(r"ffn_(?:up|down)", lambda own: _SWAPPED[own[0]], name) if is_swapped else name
 
 
 def is_rotated(name: str, vision_type: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
@@ -34,13 +34,13 @@ class DraftDesk:
         model: DraftModel,
         executor: IDraftExecutor,
         drafting: ModelDrafting,
-        wanted: Callable[[], dict[Sequence, int]],
+        next_decodes: Callable[[], Collection[Sequence]],
         vocab_size: int,
     ) -> None:
-        """wanted: `Scheduler.wanted_guesses`. vocab_size: the target's."""
+        """next_decodes: of the `Scheduler`. vocab_size: the target's."""
         self._model: DraftModel | None = model
         self._executor, self._drafting = executor, drafting
-        self._wanted, self._vocab_size = wanted, vocab_size
+        self._next_decodes, self._vocab_size = next_decodes, vocab_size
         self._asked: list[Sequence] = []
         """Sequences of the open job."""
         self._guesses: Guesses | None = None
@@ -62,14 +62,13 @@ class DraftDesk:
         if self._model is not None:
             self._executor.call(self._model.close)
 
+    def _wanted(self) -> dict[Sequence, int]:
+        return self._drafting.wanted(self._next_decodes())
+
     def _ask(self) -> bool:
         if self._model is None or self._executor.is_busy:
             return False
-        wanted = {
-            sequence: count
-            for sequence, count in self._wanted().items()
-            if sequence.num_computed == len(sequence.tokens) - 1
-        }
+        wanted = {each: num for each, num in self._wanted().items() if each.num_computed == len(each.tokens) - 1}
         if not wanted:
             return False
         self._asked = list(wanted)
@@ -92,19 +91,13 @@ class DraftDesk:
 
     def _take(self, guesses: Guesses) -> None:
         for sequence, tokens in zip(self._asked, guesses.tokens, strict=False):
-            if tokens and sequence.guesser is not None and not sequence.ended:
+            if tokens is not None and sequence.guesser is not None and not sequence.ended:
                 sequence.guesser.take_guess(sequence.tokens, tokens)
         self._drafting.note_guessed(guesses.num_passes, guesses.seconds)
         self._asked, self._guesses = [], None
 
 
-def _ask_of(sequence: Sequence, count: int) -> DraftAsk:
+def _ask_of(each: Sequence, count: int) -> DraftAsk:
     return DraftAsk(
-        sequence.tokens,
-        sequence.num_prompt_tokens,
-        list(sequence.kv.pages),
-        sequence.salt,
-        sequence.sampling,
-        sequence.common_stop_ids,
-        count,
+        each.tokens, each.num_prompt_tokens, list(each.kv.pages), each.salt, each.sampling, each.common_stop_ids, count
     )

@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
 from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.kv_cache.prefix_cache import count_common_tokens
 from penstock.backend.scheduling.drafting import MAX_ROWS
 
 _MIN_CHANCE = 0.3
@@ -33,9 +35,9 @@ class DraftAsk:
 
 @dataclass(slots=True)
 class Guesses:
-    """One list for each ask, and the time of passes of few tokens."""
+    """One list for each ask, None for a text that is still to be read; and the time of passes of few tokens."""
 
-    tokens: list[list[int]]
+    tokens: list[list[int] | None]
     num_passes: int = 0
     seconds: float = 0.0
 
@@ -55,6 +57,7 @@ class _WrittenPage:
 @dataclass(slots=True, eq=False)
 class _Row:
     ask: DraftAsk
+    text: NDArray[np.int32]
     slot: int
     pages: list[int]
     """The target's, and spare ones behind them."""
@@ -98,22 +101,23 @@ class DraftModel:
         self._written: dict[int, _WrittenPage] = {}
 
     def guess(self, asks: Iterable[DraftAsk], vocab_size: int) -> Guesses:
-        """Continue at most MAX_ROWS texts. None is guessed of a text of which too much is still to be read.
+        """Continue at most MAX_ROWS texts. Nothing is guessed of one with a token that the pass does not know.
 
         vocab_size: the target's. Draws are the target's own: they depend on the seed and the position.
         """
         rows = [self._make_row(ask, slot) for slot, ask in enumerate(asks)]
-        result = Guesses([row.guessed for row in rows])
-        vocab_size, left = min(vocab_size, self._pass.spec.vocab_size), self._max_batch_tokens
-        live, taken = list[_Row](), set[int]()
+        result, vocab_size = Guesses([]), min(vocab_size, self._pass.spec.vocab_size)
+        live, taken, left = list[_Row](), set[int](), self._max_batch_tokens
         for row in rows:
-            del row.next_tokens[left:]
-            is_known = row.next_tokens and min(row.next_tokens) >= 0 and max(row.next_tokens) < vocab_size
+            is_known = row.text.min() >= 0 and row.text.max() < vocab_size
             written = row.pages[row.start // self._page_size :]
-            if is_known and taken.isdisjoint(written):  # texts may share pages that are not written yet
+            is_read = is_known and left > 0 and taken.isdisjoint(written)  # texts may share unwritten pages
+            if is_read:
+                del row.next_tokens[left:]
                 left -= len(row.next_tokens)
                 taken.update(written)
                 live.append(row)
+            result.tokens.append(row.guessed if (is_read and row.is_whole) or not is_known else None)
         while live:
             began_s, num_tokens = time.perf_counter(), sum(len(row.next_tokens) for row in live)
             sampling, output = self._step(live)
@@ -131,7 +135,7 @@ class DraftModel:
         first_spare = self._num_pages + slot * num_spare
         start = min(self._num_known(ask), len(ask.tokens) - 1)
         pages = [*ask.pages, *range(first_spare, first_spare + num_spare)]
-        return _Row(ask, slot, pages, start, ask.tokens[start:])
+        return _Row(ask, np.array(ask.tokens, np.int32), slot, pages, start, ask.tokens[start:])
 
     def _num_known(self, ask: DraftAsk) -> int:
         """The first tokens whose keys are in the pages."""
@@ -142,9 +146,7 @@ class DraftModel:
                 return first
             tokens = ask.tokens[first : first + size]
             if written.tokens != tokens or len(tokens) < size:
-                pairs = enumerate(zip(written.tokens, tokens, strict=False))
-                num_equal = min(len(written.tokens), len(tokens))
-                return first + next((place for place, (one, other) in pairs if one != other), num_equal)
+                return first + count_common_tokens(written.tokens.tobytes(), tokens.tobytes())
             name = written.after
         return len(ask.pages) * size
 
@@ -187,8 +189,14 @@ class DraftModel:
             page_table=table,
             slots=np.array([row.slot for row in rows], np.int32),
             logit_rows=np.array([index for index, row in enumerate(rows) if row.is_whole], np.int32),
-            slot_inits=tuple(_slot_init(row) for row in rows if row.is_first),
+            slot_inits=tuple(self._slot_init(row) for row in rows if row.is_first),
         )
+
+    def _slot_init(self, row: _Row) -> SlotInit:
+        sampling, vocab_size = row.ask.sampling, self._pass.spec.vocab_size
+        bias = tuple((token, bias) for token, bias in sampling.logit_bias if token < vocab_size)
+        sampling = replace(sampling, num_logprobs=0, logprob_token_ids=(), logit_bias=bias)
+        return SlotInit(row.slot, sampling, row.text, row.ask.num_prompt_tokens)
 
     def _note_written(self, row: _Row) -> None:
         size, position, tokens = self._page_size, row.start, row.next_tokens
@@ -200,9 +208,3 @@ class DraftModel:
             if len(page.tokens) == size:
                 page.after = hash((name, page.tokens.tobytes()))
             position, tokens = position + size - place, tokens[size - place :]
-
-
-def _slot_init(row: _Row) -> SlotInit:
-    ask = row.ask
-    sampling = replace(ask.sampling, num_logprobs=0, logprob_token_ids=())
-    return SlotInit(row.slot, sampling, np.array(ask.tokens, np.int32), ask.num_prompt_tokens)

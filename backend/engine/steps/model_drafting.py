@@ -43,6 +43,7 @@ class ModelDrafting(Drafting):
         """Plans since the draft model was asked last."""
 
     def wanted(self, decodes: Collection[Sequence]) -> dict[Sequence, int]:
+        """Sequences that the draft model should continue before the next plan, each with a number of tokens."""
         if not 0 < len(decodes) <= MAX_ROWS or any(each.num_computed < each.num_given_tokens for each in decodes):
             return {}
         rows = [sequence for sequence in decodes if self._may_continue(sequence)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from penstock.backend.checkpoint.config.architectures.names import find_architecture
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES
+from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, TensorFile
 from penstock.backend.checkpoint.gguf.header import open_tensors
 from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, VISION_KEY, is_rotated, projector_name
 from penstock.backend.checkpoint.weights import open_tensor_files
@@ -134,27 +133,41 @@ def _load_projector(path: Path, config: Any) -> Any:
     import transformers
 
     options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    try:
-        model = _without_text(transformers.AutoModelForImageTextToText.from_config(config, **options))
-    except Exception as error:  # noqa: BLE001 - as in `read_config`
-        raise StartupError(f"{path}: its vision part cannot be built: {_line(error)}") from None
-    kinds = config.model_type, config.vision_config.model_type
     with closing(open_tensors(path)) as file, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            own = projector_name(name, *kinds)
-            if (stored := file.tensors.get(own)) is None:
-                raise StartupError(f"{path}: tensor {own} is missing")
-            if stored.dtype not in FLOAT_DTYPES or math.prod(stored.shape) != parameter.numel():
-                expected = f"{list(parameter.shape)} in {', '.join(FLOAT_DTYPES)}"
-                raise StartupError(f"{path}: tensor {own} is {stored.dtype} {list(stored.shape)}; expected {expected}")
-            values = file.read(stored, lambda _: None).float()
-            if is_rotated(own, kinds[1]):
+        names = _projector_names(path.readlink(), file, config)
+        model = _without_text(transformers.AutoModelForImageTextToText.from_config(config, **options))
+        for name, own in names.items():
+            parameter, values = model.get_parameter(name), file.read(file.tensors[own], lambda _: None).float()
+            if is_rotated(own, config.vision_config.model_type):
                 heads = config.vision_config.num_attention_heads
                 values = values.view(heads, -1, 2, values.shape[-1]).transpose(1, 2)
             if own == "mm.soft_emb_norm.weight":
                 values = values - 1
             parameter.copy_(values.reshape(parameter.shape))
     return model.eval().requires_grad_(requires_grad=False)
+
+
+def _projector_names(path: Path, file: TensorFile, config: Any) -> dict[str, str]:
+    """Parameter → its tensor. Checked before there is memory for them. Raises StartupError."""
+    vision, names = config.vision_config, {}
+    down = file.tensors.get("v.blk.0.ffn_down.weight")
+    is_swapped = down is not None and down.shape[0] == vision.intermediate_size != vision.hidden_size
+    for name, parameter in empty_model(config).named_parameters():
+        own = projector_name(name, config.model_type, vision.model_type, is_swapped=is_swapped)
+        if own.startswith("v.post_ln") and vision.model_type == "clip_vision_model":
+            continue  # LLaVA does not use it, and most files lack it
+        if (stored := file.tensors.get(own)) is None:
+            raise StartupError(f"{path}: tensor {own} is missing")
+        if stored.dtype not in FLOAT_DTYPES or _long(stored.shape) != _long(parameter.shape):
+            expected = f"{list(parameter.shape)} in {', '.join(FLOAT_DTYPES)}"
+            raise StartupError(f"{path}: tensor {own} is {stored.dtype} {list(stored.shape)}; expected {expected}")
+        names[name] = own
+    return names
+
+
+def _long(shape: tuple[int, ...]) -> list[int]:
+    """Without dimensions of 1, which files leave out."""
+    return [size for size in shape if size != 1]
 
 
 def _without_text(whole: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, refuse_if_full
+from penstock.frontend.endpoints.answering import AnswerStyle, answer_prompts, prepared_in_time, refuse_if_full
 from penstock.frontend.endpoints.chat_translation import renamed, shared_fields
 from penstock.frontend.endpoints.context import EndpointContext
 from penstock.frontend.endpoints.llama_cpp.props import generation_settings
@@ -35,6 +35,7 @@ _RENAMED = (
     (re.compile(r"^max_tokens$"), "n_predict"),
     (re.compile(r"^logprobs$"), "n_probs"),
     (re.compile(r"^n$"), "n_cmpl"),
+    (re.compile(r"^messages$"), "prompt"),
 )
 """These endpoints' names for a completion's fields."""
 
@@ -52,7 +53,7 @@ async def answer_native(
     completion = _as_completion(body)
     with renamed(_RENAMED):
         refuse_if_full(exchange, completion, served)
-        async with exchange.cancelled_on_disconnect():
+        async with prepared_in_time(exchange, completion):
             given, rules = await encode(), AnswerRules(grammar=requested_grammar(completion))
             request = PreparedRequest(completion, [each.token_ids for each in given], rules, given[0].pictures)
             prompts = truncated(request, served.card).prompts

@@ -17,7 +17,7 @@ from penstock.frontend.endpoints.responses.storage.store import StoredResponse
 from penstock.frontend.transport.asgi import ABORT_EXTENSION, WORKING_EXTENSION, AsgiMessage, Receive, Scope, Send
 from penstock.frontend.transport.disconnect import ClientGoneError
 from penstock.frontend.transport.errors import ApiError, ErrorKind, error_body, invalid, shorten
-from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange, body_too_large
 
 Answer = Callable[[Exchange, "Turn"], Awaitable[None]]
 
@@ -154,7 +154,10 @@ class ResponseSocket:
         """Queue arriving messages, also while a response runs, to notice a client that leaves."""
         while (message := await self._receive())["type"] == "websocket.receive":
             data = message.get("bytes") or (message.get("text") or "").encode()
-            if len(self._queued) >= MAX_QUEUED or sum(map(len, self._queued)) + len(data) > self._max_queued_bytes:
+            if len(data) > self._max_queued_bytes:
+                with contextlib.suppress(ClientGoneError):
+                    await self._send_event(error_event(error_body(body_too_large(self._max_queued_bytes)), 413))
+            elif len(self._queued) >= MAX_QUEUED or sum(map(len, self._queued)) + len(data) > self._max_queued_bytes:
                 text = (
                     f"too many requests wait on this connection: the limits are {MAX_QUEUED} requests and "
                     f"{self._max_queued_bytes} bytes; send the next one when a response has ended"

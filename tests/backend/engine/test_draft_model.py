@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,10 +115,36 @@ def test_texts_are_read_in_parts_and_shared_pages_are_written_by_one_row() -> No
     asks = [_ask(twin, [20, 21, 22]), _ask(long, list(range(10))), _ask([*range(8), 51], [20, 21, 23])]
     found = [model.guess(asks, VOCAB_SIZE).tokens for _ in range(5)]
     right = [expected_tokens(list(ask.tokens), 5, VOCAB_SIZE) for ask in asks]
-    assert found[0] == [right[0], [], []]
-    assert found[1] == [right[0], [], []]
+    assert found[0] == [right[0], None, None]
+    assert found[1] == [right[0], None, None]
     assert found[-1] == right
-    assert model.guess([_ask([1, 2, VOCAB_SIZE], [30])], 2 * VOCAB_SIZE).tokens == [[]]
+
+
+def test_tokens_that_only_the_target_knows_do_not_reach_the_draft_model() -> None:
+    class Checking(FakePass):
+        def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+            for init in batch.slot_inits:
+                assert max(*init.token_ids, *dict(init.sampling.logit_bias)) < VOCAB_SIZE
+            return super().forward(batch)
+
+    forward_pass = Checking(VOCAB_SIZE, 4)
+    forward_pass.create_cache(32 + num_spare_pages(4), 4, "fp32")
+    model = DraftModel(forward_pass, 32, 4, 16, min_chance=1e-30)
+    for text in ([1, 2, VOCAB_SIZE], [*range(20), VOCAB_SIZE]):
+        assert model.guess([_ask(text, list(range(6)))], 2 * VOCAB_SIZE).tokens == [[]]
+    bias = replace(GREEDY, logit_bias=((VOCAB_SIZE, 90.0), (5, 80.0)))
+    asked = replace(_ask([1, 2], [30]), sampling=bias)
+    assert model.guess([asked], 2 * VOCAB_SIZE).tokens == [[5] * 5]
+
+
+def test_draft_model_that_is_never_certain_is_seldom_asked() -> None:
+    draft_pass = OftenRight(VOCAB_SIZE, 4)
+    bench = Bench(drafting=_quick(0.001), draft_pass=draft_pass, min_chance=2.0)
+    bench.submit([3, 5], 60)
+    bench.run_dry()
+    assert bench.received(0).token_ids == expected_tokens([3, 5], 60, VOCAB_SIZE)
+    assert draft_pass.num_tokens < 20
+    bench.close()
 
 
 def test_text_that_repeats_is_guessed_from_itself_beside_a_draft_model() -> None:
@@ -134,8 +161,8 @@ def test_text_that_repeats_is_guessed_from_itself_beside_a_draft_model() -> None
     assert answers[0][1] < 60
 
 
-@pytest.mark.parametrize(("pass_s", "is_worth_it"), [(0.001, True), (0.012, False)])
-def test_draft_model_is_asked_where_it_is_quick(pass_s: float, *, is_worth_it: bool) -> None:
+def _quick(pass_s: float) -> ModelDrafting:
+    """A pass of the draft model takes pass_s, one of the target 0.01 s."""
     times = StepTiming()
     for num_tokens in (1, 64):
         times.note_plan(num_tokens, 0.0)
@@ -143,8 +170,12 @@ def test_draft_model_is_asked_where_it_is_quick(pass_s: float, *, is_worth_it: b
     drafting = ModelDrafting(times, None, 1000)
     drafting.note_guessed(10, 10 * pass_s)
     drafting.note_guessed = lambda *_: None  # type: ignore[method-assign]
-    draft_pass = FakePass(VOCAB_SIZE, 4)
-    bench = Bench(drafting=drafting, draft_pass=draft_pass)
+    return drafting
+
+
+@pytest.mark.parametrize(("pass_s", "is_worth_it"), [(0.001, True), (0.012, False)])
+def test_draft_model_is_asked_where_it_is_quick(pass_s: float, *, is_worth_it: bool) -> None:
+    bench = Bench(drafting=_quick(pass_s), draft_pass=FakePass(VOCAB_SIZE, 4))
     bench.submit([3, 5], 60)
     bench.run_dry()
     assert bench.received(0).token_ids == expected_tokens([3, 5], 60, VOCAB_SIZE)

@@ -305,6 +305,44 @@ def test_a_quote_needs_no_pixels(bench: PictureBench) -> None:
     assert bench.received().finishes == [Finish.QUOTED]
 
 
+def test_prompt_whose_whole_picture_finds_no_room_in_its_first_step_keeps_its_beginning() -> None:
+    """The first request of two in a step leaves too few tokens for the other's picture, and is cancelled."""
+    bench = PictureBench(sees_whole=True, max_batch_tokens=24, page_size=16)
+    text, shown = list(range(10, 31)), picture(24)
+    for request_id, prompt in enumerate(([*text, picture(4)], [1, shown])):
+        bench.ask(prompt, request_id=request_id)
+        bench.run()
+    due = {2: bench.ask([3], 40, request_id=2)}
+    for _ in range(3):
+        bench.turn()
+    bench.ask(list(range(50, 68)), request_id=3)
+    due[4] = bench.ask([*text, shown], request_id=4)
+    bench.turn()
+    bench.cancel(3)
+    bench.engine.turn()
+    bench.run()
+    for request_id, tokens in due.items():
+        assert bench.received(request_id).token_ids == tokens
+    bench.close()
+
+
+def test_no_step_is_too_short_for_the_only_picture_that_can_be_computed() -> None:
+    """A short prompt of another tenant, for which short steps are planned, waits for its own picture."""
+    bench = PictureBench(sees_whole=True, max_batch_tokens=40, capacity=0)
+    shown = picture(60)
+    bench.ask([1, shown])
+    bench.run()
+    due = bench.ask([shown, 7], request_id=1, tenant=b"one")
+    bench.turn()
+    bench.ask([picture(3), 8], request_id=2, tenant=b"two")
+    while not bench.received(1).finishes:
+        bench.turn()
+        assert bench.executor.is_busy or bench.received(1).finishes
+    assert bench.received(1).token_ids == due
+    bench.run()
+    bench.close()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mix_of_requests_gets_its_tokens(seed: int) -> None:
     """Few pages, slots and embeddings: sequences are preempted, pictures dropped, clients hang up, tenants compete.

@@ -132,6 +132,11 @@ async def test_completion_of_llama_cpp_has_pictures_at_its_markers(url: str, bac
         assert "1 pictures; prompt.prompt_string has 2 <__media__>" in refused.json()["error"]["message"]
         refused = await http.post("/completion", json={"prompt": prompt | {"multimodal_data": [FIRST, "?"]}})
         assert "prompt.multimodal_data[1]: not base64" in refused.json()["error"]["message"]
+        many = {"prompt_string": "<__media__>" * 65, "multimodal_data": [FIRST] * 65}
+        refused = await http.post("/completion", json={"prompt": many})
+        assert refused.json()["error"]["message"] == "prompt: 65 pictures; the limit is 64"
+        late = await http.post("/completion", json={"prompt": prompt, "timeout_ms": 1})
+        assert late.status_code == 499
 
 
 async def test_screenshots_among_tool_results_are_shown_behind_them(url: str, backend: FakeBackend) -> None:

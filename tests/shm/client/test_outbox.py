@@ -95,6 +95,8 @@ async def test_equal_pictures_are_written_once_and_pixels_that_wait_are_bounded(
             assert client.balance()["unsent"] == 1
             with pytest.raises(Overloaded, match="more than 150000 bytes of pixels, the limit, would wait"):
                 client.submit(with_pictures([5], 60_000))
+            with pytest.raises(Overloaded):
+                client.submit(replace(twice, pictures=twice.pictures * 4, pixels=twice.pixels * 4))
             backend.engine.paused = False
             for stream in [*streams, *others]:
                 await read(stream)

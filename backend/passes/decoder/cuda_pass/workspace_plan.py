@@ -99,6 +99,8 @@ class PassSettings(NamedTuple):
 def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
     choices, _ = adopted_choices(options.device)
+    if options.deterministic:  # with levels a row's bits depend on the others
+        choices = replace(choices, chunk_levels=0)
     return StepSizes(
         options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.backend.checkpoint.gguf import cached_directories
+from penstock.backend.checkpoint.gguf.projector import read_projector
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.sources.gguf_files import find_projectors
 from penstock.backend.errors import StartupError
@@ -83,6 +85,10 @@ def projector_file(name: str, vision: dict[str, Any], tensors: dict[str, torch.T
         assert found is not None, own
         if name in ("pixtral", "mistral3") and re.search(r"attn_[qk]\.weight", found):
             tensor = interleave(tensor, vision["num_attention_heads"])
+        if name == "llava" and "post_ln" in found:
+            continue
+        if name in ("llava", "smolvlm"):  # as old converters name them
+            found = re.sub(r"ffn_(?:up|down)", "ffn_down" if "ffn_up" in found else "ffn_up", found)
         content = tensor.float().numpy() + ("soft_emb_norm" in found)
         kind = gguf.GGMLQuantizationType.F32
         file.tensors[found] = np.ascontiguousarray(content, np.float32), kind
@@ -129,9 +135,55 @@ def test_other_projectors_are_refused_by_name(
         resolve_config(str(text_model), projector=path)
     assert VisionTower.load(resolve_model(str(text_model)), PassOptions()) is None
     assert "pictures are not taken" in caplog.text
+    later = GgufFile("clip", {"clip.projector_type": "mlp"})
+    later.tensors["model.image_newline"] = np.ones(64, np.float32), gguf.GGMLQuantizationType.F32
+    with pytest.raises(StartupError, match=r"model\.image_newline is of LLaVA 1\.6"):
+        read_projector(later.write(tmp_path / "later.gguf"), 64)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
         resolve_config(str(tmp_path), projector=path)
+
+
+_SIZES = {
+    "image_size": 384,
+    "patch_size": 14,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "block_count": 2,
+    "attention.head_count": 2,
+    "projection_dim": 64,
+    "projector.scale_factor": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("projector", "key", "value", "message"),
+    [
+        ("idefics3", "projector.scale_factor", 2, r"scale_factor is 2; it must divide 27 patches a side"),
+        ("internvl", "preproc_max_tiles", 1 << 20, r"preproc_max_tiles is 1048576; it is from 1 to 65536"),
+        ("idefics3", "preproc_image_size", 1 << 31, r"preproc_image_size is 2147483648; it is from"),
+        ("pixtral", "spatial_merge_size", 1 << 20, r"spatial_merge_size is 1048576; it is from"),
+        ("gemma3", "block_count", 1 << 15, r"block_count is 32768; the file has more layers, or the limit is 1024"),
+        ("gemma3", "block_count", 1, r"block_count is 1; the file has more layers"),
+        ("gemma3", "patch_size", 385, r"patch_size 385; .* at most image_size, 384"),
+        ("gemma3", "attention.layer_norm_epsilon", math.nan, r"epsilon is nan; it is between 0 and 1"),
+        ("gemma3", "image_mean", [0.5, 0.5], r"image_mean is .*; expected 3 numbers"),
+        ("mlp", "projection_dim", 768, r"its embeddings have 8 numbers; the model's embedding_length is 64"),
+    ],
+)
+def test_sizes_in_the_metadata_are_checked(
+    projector: str, key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    numbers = {"clip.vision.image_mean": [0.5] * 3, "clip.vision.image_std": [0.5] * 3}
+    sizes = {f"clip.vision.{name}": size for name, size in _SIZES.items()}
+    file = GgufFile("clip", {"clip.projector_type": projector, **sizes, **numbers})
+    for name in ("v.blk.1.ln1.bias", "mm.2.bias"):
+        file.tensors[name] = np.zeros(64 if projector != "mlp" else 8, np.float32), gguf.GGMLQuantizationType.F32
+    if projector != "mlp":
+        read_projector(file.write(tmp_path / "good.gguf"), 64)
+    file.metadata[f"clip.vision.{key}"] = value
+    with pytest.raises(StartupError, match=message):
+        read_projector(file.write(tmp_path / "bad.gguf"), 64)
 
 
 def test_smallest_projector_that_is_not_quantised_is_preferred() -> None:

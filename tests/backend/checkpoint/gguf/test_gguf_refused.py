@@ -13,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.backend.checkpoint.config.decoder_config import TensorNames
 from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.checkpoint.gguf import cached_directories
 from penstock.backend.checkpoint.gguf.directory import gguf_directory
 from penstock.backend.checkpoint.gguf.header import read_header
+from penstock.backend.checkpoint.gguf.names import GgufNames
 from penstock.backend.checkpoint.hub import resolve_model
 from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.errors import StartupError
@@ -191,6 +193,12 @@ def test_vector_that_is_quantised_is_refused_by_name(file: GgufFile, tmp_path: P
     )
     with pytest.raises(StartupError, match=r"input_layernorm\.weight has shape \[68\]; config.json makes it \[64\]"):
         read_all(file.write(tmp_path / "model.gguf"))
+
+
+def test_number_of_matrices_in_a_tensor_is_limited() -> None:
+    names = GgufNames.of_decoder(TensorNames())
+    counts = [len(names.hf_names("altup_proj.weight", (count, 8, 8))) for count in (3, 1 << 40)]
+    assert counts == [3, 0]
 
 
 @pytest.mark.parametrize("name", ["rope_factors_long.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.backend.checkpoint.config_json import read_decoder_config
 from penstock.backend.passes.cuda.device.kernel_choices import KernelChoices
 from penstock.backend.passes.cuda.ops import matmul
 from penstock.backend.passes.decoder.cuda_pass import workspace_plan
@@ -158,6 +159,13 @@ def test_whole_products_keep_bits_where_the_library_does(is_invariant: bool, mon
         driver.add(other)
     found = generate(driver, driver.add(PROMPT))
     assert np.array_equal(np.stack(found).view(np.int32), np.stack(by_itself).view(np.int32)) == is_invariant
+
+
+def test_chunks_do_not_follow_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace_plan, "adopted_choices", lambda _: (KernelChoices(chunk_levels=1), "of this test"))
+    config = read_decoder_config(checkpoint("llama3"))
+    sizes = [workspace_plan.step_sizes(config, replace(options(), deterministic=each)) for each in (False, True)]
+    assert [each.choices.chunk_levels for each in sizes] == [1, 0]
 
 
 @pytest.mark.parametrize("others", ["batch", "chunks"])

@@ -194,7 +194,12 @@ async def test_requests_beyond_the_queue_are_refused(socket: ClientConnection, b
     assert len(backend.streams) == MAX_QUEUED + 1
 
 
-async def test_message_over_the_limit_closes_the_connection(socket: ClientConnection) -> None:
+async def test_message_over_the_limit_is_refused_or_closes_the_connection(
+    socket: ClientConnection, backend: FakeBackend
+) -> None:
+    async with socket_to(make_app(backend, max_body_bytes=200)) as other:
+        (event,) = await answer(other, input="x" * 200)
+    assert (event["status"], event["error"]["message"]) == (413, "the body is larger than the limit of 200 bytes")
     with pytest.raises(ConnectionClosedError) as closed:
         await answer(socket, input="x" * (2 << 20))
     assert closed.value.rcvd is not None
