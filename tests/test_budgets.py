@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 97_200
 MAX_LABORATORY_LINES = 19_850
-MAX_DOC_WORDS = 78_350
+MAX_DOC_WORDS = 78_346
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
