@@ -38,7 +38,7 @@ class PassSpec:
     """The page_size_tokens that `create_cache` takes; empty if it takes any."""
     quantization: str = "none"
     """The form of the weights. The backend refuses a pass whose form differs from PassOptions.quantize."""
-    runs_ahead: bool = False
+    runs_ahead: bool = field(default=False, compare=False)
     """`forward` and `sample` return before the device has computed. The next step is launched behind the running one,
     whose tokens only the device knows yet. `sample` is called for steps without logit rows too, to wait for them."""
     scores_prompts: bool = False
@@ -119,6 +119,8 @@ class PassOptions:
     """The instruction set of the CPU kernels; other passes ignore it."""
     adapters: tuple[Path, ...] = ()
     """Directories of low-rank adapters (LoRA, arXiv 2106.09685) of the model, in the layout of PEFT."""
+    may_run_ahead: bool = False
+    """The caller waits for the output of each step, so a pass on the CPU may be `PassSpec.runs_ahead`."""
     weights_fds: tuple[int, int] | None = None
     """The fds of a `penstock.shm.memory.fd_mailbox` for `ISharedWeights`; None if weights end with the process."""
 

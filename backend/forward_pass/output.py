@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +69,15 @@ class PendingOutput(Protocol):
 
     def wait(self) -> StepOutput:
         """Block until the step is computed. Another thread than the pass's may call it. Raises DeviceLost."""
+
+
+@runtime_checkable
+class ISkippableOutput(PendingOutput, Protocol):
+    """Optional interface of an output."""
+
+    def skip(self) -> None:
+        """Nobody needs the step's tokens, or the KV that it has not written yet: they may be anything. Any thread may
+        call it, before `wait`."""
 
 
 class DeviceLost(Exception):

@@ -7,6 +7,7 @@ inverse CDF. Other rows of the batch cannot change it.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ class HostSampling:
 
     def __init__(self, vocab_size: int, max_slots: int, sampler: IRowSampler | None = None) -> None:
         """sampler: None for the one in numpy."""
-        self._last_tokens = [0] * max_slots
+        self._last_tokens = array("i", bytes(4 * max_slots))
         self._sampler = NumpySampler(vocab_size, max_slots) if sampler is None else sampler
 
     def begin_step(self, batch: StepBatch) -> NDArray[np.int32]:
@@ -89,12 +90,9 @@ class HostSampling:
         return score_in_blocks(scored, logits[len(logits) - len(scored.tokens) :].__getitem__)
 
     def _sample_rows(self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None) -> StepOutput:
-        rows, all_slots = batch.logit_rows.tolist(), batch.slots.tolist()
-        if not rows:
+        slots, positions = sampled_places(batch)
+        if not slots:
             return StepOutput(np.empty(0, np.int32))
-        starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
-        slots = [all_slots[row] for row in rows]
-        positions = [contexts[row] + starts[row + 1] - starts[row] for row in rows]
         if batch.drafts is not None:
             return self._verify(logits, batch, slots, positions, masks)
         tokens, logprobs = self._sampler.sample(logits, slots, positions, masks)
@@ -144,6 +142,13 @@ class HostSampling:
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         return logits
+
+
+def sampled_places(batch: StepBatch) -> tuple[list[int], list[int]]:
+    """Slots and positions of the tokens that follow the last ones of batch.logit_rows."""
+    rows, slots = batch.logit_rows.tolist(), batch.slots.tolist()
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    return [slots[row] for row in rows], [contexts[row] + starts[row + 1] - starts[row] for row in rows]
 
 
 def _masks_at(masks: TokenMasks | None, mask_of: dict[int, int], places: list[int]) -> TokenMasks | None:

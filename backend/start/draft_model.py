@@ -143,6 +143,7 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
         task="generate",
         splits_layers=False,
         adapters=(),
+        may_run_ahead=False,  # each guess is awaited
         weights_fds=None,
     )
     draft = pass_class.describe(config_dir, settings)

@@ -62,6 +62,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         splits_layers=options.persist_kv_fd is None,  # pages of several groups are not kept
         cpu_path=options.cpu_path,
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
+        may_run_ahead=True,
         weights_fds=_pair(options.weights_fds),
     )
 

@@ -28,6 +28,7 @@ from penstock.backend.forward_pass import (
     positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
 from tests.simulation.violations import PlantedFault, Violation
 
@@ -121,13 +122,6 @@ class Fault:
     number: int
 
 
-class LostStep:
-    """A step whose device computed nonsense, and reports it when it is waited for."""
-
-    def wait(self) -> StepOutput:
-        raise PlantedFault("while the step was waited for")
-
-
 class ChainPass:
     """Checks each batch against the contract of `StepBatch`, and fails as `fault` says."""
 
@@ -158,6 +152,7 @@ class ChainPass:
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
         self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
+        self._writers = Writers()
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
         self._written: list[list[int]] = []
@@ -204,6 +199,7 @@ class ChainPass:
                 page = pages[position // page_size]
                 mine.add(page)
                 cells[page * page_size + position % page_size] = cell
+                self._writers.note([page * page_size + position % page_size])
                 self._written[-1].append(cell)
                 position += 1
                 if index in scored:
@@ -278,6 +274,7 @@ class ChainPass:
             if place not in self.saved_cells or 0 in self.saved_cells[place]:
                 raise Violation("a page is restored that was not saved, or not when it was full")
             cells[page * size : (page + 1) * size] = _spoiled(self.saved_cells[place], nonsense)
+            self._writers.note(range(page * size, (page + 1) * size))
 
     def _copy_pages(
         self, copies: tuple[tuple[int, int], ...], contexts: list[int], table: list[list[int]], nonsense: int
@@ -293,6 +290,7 @@ class ChainPass:
         for source, destination in copies:
             copied = _spoiled(cells[source * size : (source + 1) * size], nonsense)
             cells[destination * size : (destination + 1) * size] = copied
+            self._writers.note(range(destination * size, (destination + 1) * size))
 
     def _take_slot(self, init: SlotInit) -> None:
         self._slots[init.slot] = SlotState(init.sampling, init.token_ids.tolist(), init.num_prompt_tokens)
@@ -326,7 +324,8 @@ class ChainPass:
             tokens.append(0)
         scored = self._score(batch.scored.num_top) if batch.scored is not None else None
         found = np.array(tokens, np.int32), _in_columns(logprobs), scored, self._vectors(logits, batch)
-        return StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
+        output = StepOutput(*found, num_accepted=() if batch.drafts is None else tuple(num_accepted))
+        return SkippableStep(output, self.cells, self._writers.end_step()) if self.spec.runs_ahead else output
 
     def _verify(self, batch: StepBatch, row: int, num_drafts: int, allowed: list[set[int] | None]) -> tuple[int, int]:
         """The token after the drafts that come true, and the number of these."""

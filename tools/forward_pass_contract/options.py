@@ -67,6 +67,7 @@ def load_pass(
         host_kv_bytes=_HOST_KV_BYTES,
         quantize=quantize,
         splits_layers=True,
+        may_run_ahead=True,
         adapters=tuple(adapters),
     )
     loaded = find_forward_pass(name).load(model_dir, options)

@@ -36,7 +36,7 @@ class Executor:
     """
 
     def __init__(self, capacity: int, turns: AbstractContextManager[None] = nullcontext()) -> None:  # noqa: B008 - it has no state
-        """turns: entered while a step is launched, and on a CPU so as long as it runs."""
+        """turns: entered while a step is launched: as long as it runs, unless the pass runs ahead."""
         self._turns = turns
         self._capacity = capacity
         self._plans: queue.SimpleQueue[tuple[Plan, StepBatch, PageSaves] | Callable[[], None] | None]

@@ -13,6 +13,7 @@ from penstock.backend.engine.steps.vectors import Vectors, collect_vectors
 from penstock.backend.forward_pass import (
     NOT_FINITE,
     IBatchedForwardPass,
+    ISkippableOutput,
     PendingOutput,
     StepBatch,
     TokenLogprobs,
@@ -91,6 +92,9 @@ class LaunchedStep:
             raise self.error
         if self.output is None:
             return StepResult(plan, [])
+        # All rows have ended since the launch. Late ones have not: their keys are needed.
+        if not self.late and not plan.live_rows() and isinstance(self.output, ISkippableOutput):
+            self.output.skip()
         output = self.output.wait()
         token_ids = output.token_ids.tolist()
         if len(token_ids) != len(plan.logit_rows):

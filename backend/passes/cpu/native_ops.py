@@ -36,6 +36,7 @@ from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.native_side import NativeSideOps
 from penstock.backend.passes.cpu.native_streams import NativeStreamOps
+from penstock.backend.passes.cpu.step_queue import ComputedStep, StepQueue, describe_rows
 from penstock.backend.passes.cpu.weight_memory.native_weights import (
     EmbeddingTable,
     PackedLinear,
@@ -117,6 +118,7 @@ class NativeOps:
         self.weights = WeightPacker(library, self._engine, dtype, memory, rounds_rows=rounds_rows)
         self.adapters = NativeAdapters(dtype)
         self.make_sampler = partial(NativeSampler, library, self._engine, config.logits_width)
+        self.open_queue = partial(StepQueue, library, self._engine, self._prepare_queued)
         self.cache = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
@@ -129,7 +131,6 @@ class NativeOps:
         """The memory that `StepRows.arrays` points to, and free space."""
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
-
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
         mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
         projected_width, mixed_width = map(max, zip(*map(config.mixer_widths, range(config.num_layers)), strict=True))
@@ -204,30 +205,12 @@ class NativeOps:
             for pages in self.cache.arrays:
                 pages[destinations] = pages[sources]
         self._reserve(self._activations, batch.num_tokens)
-        rows, num_logits = self._step_rows, len(batch.logit_rows)
-        verified = () if batch.drafts is None else (batch.verified_tokens,)
-        scored = () if batch.scored is None else (batch.scored.tokens,)
-        rows.num_verified, rows.num_scored = sum(map(len, verified)), sum(map(len, scored))
-        tables = batch.page_table if batch.page_table.ndim == 2 else np.moveaxis(batch.page_table, 2, 0)
-        rows.num_groups = 1 if batch.page_table.ndim == 2 else len(tables)
-        adapters = () if batch.adapters is None else (batch.adapters,)
-        rows.has_adapters = len(adapters)
-        ends = () if batch.visible_ends is None else (batch.visible_ends,)
-        rows.has_ends = len(ends)
-        arrays = (
-            *(input_ids, batch.query_starts, batch.context_lens, batch.slots, tables, batch.logit_rows),
-            *(*verified, *scored, *adapters, *ends),
-        )
+        rows = self._step_rows
+        arrays, self._turns = describe_rows(rows, batch, input_ids, self._rope_table)
         self._place_arrays(arrays)
-        positions, table, longest = batch.rope_positions, self._rope_table, max(batch.context_lens.tolist())
-        rows.has_turns = positions is not None
-        self._turns = table.cover(longest + batch.num_tokens) if positions is None else table.of_tokens(positions)
-        rows.rope = self._turns.ctypes.data
-        rows.num_tokens, rows.num_rows = batch.num_tokens, batch.num_rows
-        rows.table_width, rows.num_logit_rows = batch.page_table.shape[1], num_logits
-        num_logits += rows.num_verified
         self._library.ps_plan(self._engine, byref(rows))
         self._num_rows = batch.num_tokens
+        num_logits = rows.num_logit_rows + rows.num_verified
         return _Step(num_logits, num_logits + rows.num_scored, batch.embeddings)
 
     def _place_arrays(self, arrays: tuple[NDArray[np.int32], ...]) -> None:
@@ -256,6 +239,20 @@ class NativeOps:
             done = end
         self._run(program, done, len(program.operations))
         return program.logits[: step.num_logits] if needs_logits else None
+
+    def _prepare_queued(self, batch: StepBatch) -> ComputedStep | None:
+        """None until a step like this one has run, which records the operations and makes room."""
+        program, num_logits = self._programs.get(True), len(batch.logit_rows)
+        if program is None or self.timed is not None:
+            return None
+        if num_logits > len(program.logits) or batch.num_tokens > len(self._residual.rows):
+            return None
+        rows = StepRows()
+        described, turns = describe_rows(rows, batch, batch.input_ids, self._rope_table)
+        arrays = np.concatenate(described, axis=None, dtype=np.int32)
+        rows.arrays = arrays.ctypes.data
+        memory = arrays, program, turns
+        return ComputedStep(rows, program.address, len(program.operations), program.logits[:num_logits], memory)
 
     def _reserve(self, buffers: tuple[Buffer, ...], num_rows: int) -> None:
         for buffer in buffers:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ctypes import CDLL, Structure, addressof, byref, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, SlotInit, TokenLogprobs, TokenMasks
+from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit, TokenLogprobs, TokenMasks
 from penstock.backend.sampling.logprobs import with_named_tokens
 from penstock.backend.sampling.repetition import Repetitions
 
@@ -85,6 +85,13 @@ class SampledRows(Structure):
     )
 
 
+class PreparedRows(NamedTuple):
+    rows: SampledRows
+    tokens: NDArray[np.int32]
+    memory: tuple[object, ...]
+    """What rows points to, beside the logits and the tokens."""
+
+
 class _SeenTokens:
     """The tokens of a sequence, each once, and how often each was generated. The kernels add to them."""
 
@@ -112,6 +119,8 @@ class NativeSampler:
         self._seen: dict[int, _SeenTokens] = {}
         self._dry: dict[int, tuple[DrySettings, Repetitions]] = {}
         self._named: dict[int, tuple[int, ...]] = {}
+        self._attended = set[int]()
+        """Slots that `prepare_queued` refuses."""
 
     def take_slot(self, init: SlotInit) -> None:
         index, params = init.slot, init.sampling
@@ -135,6 +144,9 @@ class NativeSampler:
             presence=params.presence_penalty,
         )
         slot = self._slots[index]  # a view
+        self._attended.discard(index)
+        if params.has_penalties or params.dry_multiplier or params.num_logprobs >= 0:
+            self._attended.add(index)
         if params.logprob_token_ids:
             self._named[index] = params.logprob_token_ids
         if params.logit_bias:
@@ -163,13 +175,8 @@ class NativeSampler:
             if settings is not None and repetitions is not None and repetitions.make_room(position):
                 settings.tokens = repetitions.tokens.ctypes.data
         count, logits = len(slots), np.ascontiguousarray(logits, np.float32)
-        tokens = np.empty(count, np.int32)
-        rows = SampledRows(
-            logits=logits.ctypes.data, slots=addressof(self._slots), num_rows=count, vocab=self._vocab_size
-        )
-        slot_of_row, position_of_row = (c_int32 * count)(*slots), (c_int64 * count)(*positions)
-        rows.slot_of_row, rows.positions = addressof(slot_of_row), addressof(position_of_row)
-        rows.tokens = tokens.ctypes.data
+        prepared = self._rows(logits, slots, positions)
+        rows, tokens = prepared.rows, prepared.tokens
         if masks is not None:
             mask_of_row = (c_int64 * count)(*[-1] * count)
             for place, row in enumerate(masks.rows.tolist()):
@@ -194,6 +201,27 @@ class NativeSampler:
         found = TokenLogprobs(kept, chosen[kept], ranks[kept], top_ids[kept], top[kept])
         named = [self._named.get(slots[row], ()) for row in kept.tolist()]
         return tokens, with_named_tokens(found, logits, tokens, named) if any(named) else found
+
+    def _rows(self, logits: NDArray[np.float32], slots: Sequence[int], positions: Sequence[int]) -> PreparedRows:
+        count = len(slots)
+        tokens = np.full(count, NOT_FINITE, np.int32)
+        slot_of_row, position_of_row = (c_int32 * count)(*slots), (c_int64 * count)(*positions)
+        rows = SampledRows(
+            logits=logits.ctypes.data,
+            slots=addressof(self._slots),
+            slot_of_row=addressof(slot_of_row),
+            positions=addressof(position_of_row),
+            num_rows=count,
+            vocab=self._vocab_size,
+            tokens=tokens.ctypes.data,
+        )
+        return PreparedRows(rows, tokens, (slot_of_row, position_of_row))
+
+    def prepare_queued(
+        self, logits: NDArray[np.float32], slots: Sequence[int], positions: Sequence[int]
+    ) -> PreparedRows | None:
+        """None if a slot has arrays that may have to grow, or reports log probabilities."""
+        return self._rows(logits, slots, positions) if self._attended.isdisjoint(slots) else None
 
     def _make_room(self, slots: Sequence[int]) -> None:
         if not self._seen:

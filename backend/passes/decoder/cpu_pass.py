@@ -18,6 +18,7 @@ from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, S
 from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.model import DecoderModel
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+    from penstock.backend.forward_pass import PendingOutput, TokenMasks
     from penstock.backend.forward_pass.extensions import PagePlaces, PictureTower
+    from penstock.backend.passes.cpu.step_queue import StepQueue
     from penstock.backend.passes.cpu.weight_memory.anonymous import WeightMemory
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
@@ -109,6 +112,18 @@ class CpuDecoderPass(HostSampling):
         self._max_running = max_running
         self._num_pages = 0
         self._states = CopiedStates()
+        self._queue: StepQueue | None = None
+
+    def run_ahead(self) -> None:
+        """From now on steps without preparations on the host are queued, if there are native kernels and no states."""
+        if isinstance(self._ops, NativeOps) and isinstance(self._sampler, NativeSampler) and not self._config.delta_net:
+            self._queue = self._ops.open_queue(self._last_tokens.buffer_info()[0], self._sampler)
+            self._spec = replace(self._spec, runs_ahead=True)
+
+    def _drain(self) -> None:
+        """Wait for the queued steps. Then the operations may be used."""
+        if self._queue is not None:
+            self._queue.drain()
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -226,6 +241,7 @@ class CpuDecoderPass(HostSampling):
             return _ReadAdapter(adapter.rank, self._model.read_adapter(self._ops.adapters, adapter))
 
     def put_adapter(self, index: int, adapter: _ReadAdapter | None) -> None:
+        self._drain()
         self._model.put_adapter(self._ops.adapters, index, None if adapter is None else adapter.of_linears)
 
     def _open_adapter(self, directory: Path) -> PeftAdapter:
@@ -243,6 +259,7 @@ class CpuDecoderPass(HostSampling):
         return self._ops
 
     def create_cache(self, num_pages: int, page_size_tokens: int, kv_dtype: str) -> None:
+        self._drain()
         self._ops.create_cache(self._groups.num_layers, num_pages, page_size_tokens, kv_dtype)
         self._num_pages = num_pages
         self.create_checkpoints(0)
@@ -262,6 +279,7 @@ class CpuDecoderPass(HostSampling):
         return 0 if self._places is None else self._places.num_places
 
     def save_pages(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        self._drain()
         if self._places is not None:
             for page, place in pairs:
                 if page < self._num_pages:
@@ -277,6 +295,11 @@ class CpuDecoderPass(HostSampling):
             self._states.restore(page - self._num_pages, content)
 
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+        if self._queue is not None:
+            queued = self._queue.compute(batch)
+            if queued is not None:
+                return queued
+            self._queue.drain()
         check_embeddings(batch)
         check_groups(batch, len(self._groups.windows))
         if self._places is not None:
@@ -294,11 +317,22 @@ class CpuDecoderPass(HostSampling):
             self._states.copy(slot, self._max_running + checkpoint)
         return np.empty((0, self._config.vocab_size), np.float32) if logits is None else logits
 
+    def sample(  # type: ignore[override]  # `HostSampling` is never pending
+        self, logits: NDArray[np.float32], batch: StepBatch, masks: TokenMasks | None = None
+    ) -> PendingOutput:
+        if self._queue is not None and self._queue.is_computing:
+            queued = self._queue.sample(batch) if masks is None else None
+            if queued is not None:
+                return queued
+            self._queue.drain()
+        return super().sample(logits, batch, masks)
+
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
         return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
 
     def host_logits(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         # The operations reuse their buffer in the next step.
+        self._drain()
         return logits.copy()
 
     @property
@@ -308,9 +342,12 @@ class CpuDecoderPass(HostSampling):
     def host_hidden_states(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         if not len(logits):
             return np.empty((0, self.hidden_size), np.float32)
+        self._drain()
         return self._ops.normed_rows(self._model.normed, len(logits))
 
     def close(self) -> None:
+        if self._queue is not None:
+            self._queue.close()
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()

@@ -62,7 +62,9 @@ class DecoderPass(IBatchedForwardPass):
         if pooled is None and _has_pictures(model_dir):
             from penstock.backend.passes.vision.tower import VisionTower
 
-            loaded.picture_tower = VisionTower.load(model_dir, options)
+            loaded.picture_tower = VisionTower.load(model_dir, options)  # it takes turns with the steps
+        elif pooled is None and isinstance(loaded, CpuDecoderPass) and options.may_run_ahead:
+            loaded.run_ahead()
         # They differ from the interface only in the parameters of their class methods.
         return cast("IBatchedForwardPass", loaded)
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import uvloop
 
 from penstock.tools.bench.errors import BenchError
 from penstock.tools.bench.harness.peers import Peer, completion_probe, peer_server
 from penstock.tools.bench.harness.server_process import server_process
+from penstock.tools.bench.load_generator.sending import send_one
+from penstock.tools.bench.load_generator.stats import ObservedRequest, Outcome
+from penstock.tools.bench.load_generator.target import ServerAddress
+from penstock.tools.bench.load_generator.workload import PlannedRequest
+from penstock.tools.bench.serving.openvino_peer import Deliver, Server
 from penstock.tools.processes import descendants, state_of, tree_cpu_s
 from tests.system.processes import wait_until
 from tests.tools.bench.conftest import fake_peer
@@ -115,3 +123,26 @@ def test_cpu_time_of_a_tree_includes_that_of_ended_children() -> None:
         assert tree_cpu_s(server.pid) < 0.3
         wait_until(lambda: "burnt" in server.log_text(), 60.0)
         assert tree_cpu_s(server.pid) >= 0.25
+
+
+class InstantPipeline:
+    """Generates five tokens for any prompt, the last two together."""
+
+    def ask(self, prompt: list[int], body: dict[str, Any], deliver: Deliver) -> None:
+        assert (prompt, body["max_tokens"]) == ([1, 2, 3], 5)
+        for tokens in ([7], [8], [9]):
+            deliver(tokens, False)
+        deliver([10, 11], True)
+
+
+def test_openvino_peer_streams_the_tokens_of_its_pipeline() -> None:
+    async def ask() -> tuple[ObservedRequest, ObservedRequest]:
+        server = await asyncio.start_server(Server(InstantPipeline()).serve, "127.0.0.1", 0)
+        address = ServerAddress(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with server, address.connect() as target:
+            body = target.encode(PlannedRequest([1, 2, 3], 5))
+            return await send_one(target.http, body, 0.0), await send_one(target.http, body, 0.0)
+
+    for record in uvloop.run(ask()):  # on one connection
+        assert record.outcome is Outcome.COMPLETED
+        assert (record.prompt_tokens, record.output_tokens, len(record.event_times_s)) == (3, 5, 4)

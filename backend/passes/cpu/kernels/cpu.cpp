@@ -30,6 +30,7 @@
 //   step/operations.h            a step's operations as data
 //   rows/scoring.h               log probabilities of known tokens
 //   rows/sampling.h              the sampler
+//   step/step_queue.h            steps that run one after the other without the interpreter
 //   step/read_speed.h            how fast the threads can read memory, for benchmarks
 //   encoder/encoder_attention.h  attention of encoders
 //   encoder/encoder.h            the other operations of encoders
@@ -45,7 +46,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 21; }
+int ps_abi() { return 22; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.
@@ -110,6 +111,16 @@ void ps_score(void* engine, const Operation* operations, i64 count, const Scored
 
 // Samples the tokens of rows of logits, and counts them in their slots' penalties.
 void ps_sample(void* engine, const SampledRows* rows) { sample(as_engine(engine), *rows); }
+
+void* ps_open_queue(void* engine) { return new StepQueue(as_engine(engine)); }
+
+void ps_close_queue(void* queue) { delete static_cast<StepQueue*>(queue); }
+
+i64 ps_queue(void* queue, const QueuedWork* work) { return static_cast<StepQueue*>(queue)->put(*work); }
+
+void ps_await(void* queue, i64 number) { static_cast<StepQueue*>(queue)->await(number); }
+
+void ps_skip(void* queue, i64 number) { static_cast<StepQueue*>(queue)->skip(number); }
 
 // Runs a step of an encoder. The operations' arrays have a row for each of its tokens.
 void ps_run_encoder_step(void* engine, const EncoderRows* rows, const Operation* operations, i64 count) {

@@ -364,8 +364,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def declare_functions(library: CDLL) -> None:
-    for name, (result, arguments) in _SIGNATURES.items():
+def declare_functions(library: CDLL, signatures: dict[str, tuple[Any, tuple[Any, ...]]] = _SIGNATURES) -> None:
+    for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
 

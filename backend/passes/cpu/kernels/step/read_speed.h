@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "rows/sampling.h"
+#include "step/step_queue.h"
 
 namespace {
 
