@@ -256,7 +256,7 @@ class Bench(EngineRig):
             max_batch_tokens=max_batch_tokens,
             num_plans_ahead=capacity,
             max_park_steps=max_park_steps,
-            num_checkpoints=num_checkpoints if spec.state_bytes_per_sequence else None,
+            num_checkpoints=num_checkpoints * spec.copies_states if spec.state_bytes_per_sequence else None,
             checkpoint_spacing=2 * page_size,
             state_store=None if store is None else store.states,
             kv_windows=spec.kv_windows,

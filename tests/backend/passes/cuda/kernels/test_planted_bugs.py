@@ -310,7 +310,7 @@ NORMS = (
     Bug("norms.cu", "biases[i][j]", "biases[0][j]"),
     Bug("norms.cu", "added[i][j]", "added[0][j]"),
     Bug("norms.cu", "chunk < hidden / 8", "chunk < hidden / 8 - 1"),
-    Bug("norms.cu", "sum[i][j] += x[i][j]", "sum[i][j] = x[i][j]"),
+    Bug("norms.cu", "(sum[i][j] + x[i][j]) * factor", "x[i][j] * factor"),
 )
 SAMPLING, FILTERING, THRESHOLDS = "sampling.cuh", "filters.cu", "thresholds.cuh"
 SAMPLED = (
