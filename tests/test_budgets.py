@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
 MAX_PRODUCT_LINES = 97_800
 MAX_LABORATORY_LINES = 20_120
-MAX_DOC_WORDS = 78_390
+MAX_DOC_WORDS = 78_580
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
