@@ -270,11 +270,11 @@ def _load_pass(
         try:
             if isinstance(plan, KvPlan):
                 create_cache(forward_pass, plan.num_pages, plan.page_size_tokens, plan.kv_dtype, plan.num_checkpoints)
-            if draft is not None:
-                draft.load(forward_pass, model_dir, plan)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
             no_memory = NoRoomBeside if options.beside_another else StartupError
             raise no_memory(f"{plan.parts} cannot be allocated: {plan.remedy}") from error
+        if draft is not None:
+            draft.load(forward_pass, model_dir, plan)
         token_step_s = check_first_step(forward_pass, spec)
         return forward_pass
 

@@ -120,7 +120,7 @@ class StateCheckpoints:
             kv.kept_borders.remove(num_tokens)
         self._set_next_border(kv, num_tokens)
         if not is_kept:
-            # Those that move on take at most half of the places: the others spare more sequences a computation.
+            # Checkpoints that move on take at most half of the places, because the others serve more sequences.
             if sequence not in self._movers and 2 * len(self._movers) + 2 > self.pool.num_pages:
                 return None
             self._movers.add(sequence)

@@ -86,7 +86,12 @@ class DraftChoice:
                 f"there and {others.get(differing)} in the model's: use a model of the same family"
             )
         loaded = self.pass_class.load(draft_dir, self.settings)
-        loaded.create_cache(self._num_pages(plan), plan.page_size_tokens, plan.kv_dtype)
+        try:
+            loaded.create_cache(self._num_pages(plan), plan.page_size_tokens, plan.kv_dtype)
+        except (MemoryError, OSError, RuntimeError) as error:  # torch raises RuntimeError
+            raise StartupError(
+                f"the KV cache of --draft-model {self.name} cannot be allocated: {plan.remedy}"
+            ) from error
         check_first_step(loaded, self.spec)
         logger.info("the draft model %s guesses tokens of up to %d sequences", self.name, MAX_ROWS)
         self.model = DraftModel(loaded, plan.num_pages, plan.page_size_tokens, self.settings.max_batch_tokens)

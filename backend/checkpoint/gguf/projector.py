@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.backend")
 
 VISION_KEY = "vision_model"
-"""Of the generated config.json: transformers' config of the vision part, with a text model of hidden_size alone."""
+"""Return transformers' config of the vision part for config.json; of the text model it has only the hidden_size."""
 PROJECTOR_FILE = "vision/mmproj.gguf"
 """In the generated directory."""
 _MAX_SIZE = 1 << 16
@@ -200,7 +200,7 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: in
 def _parts(
     metadata: Metadata, kind: _Kind, vision: dict[str, Any], merge: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What the family adds to the config, the processor's settings and the image processor's."""
+    """The family's keys of the config, of the processor's settings and of the image processor's."""
     side, patch = vision["image_size"], vision["patch_size"]
     scale = _size(metadata, "projector.scale_factor", 4 if kind.model_type == "gemma3" else 2)
     if side // patch % scale and kind.model_type in ("smolvlm", "gemma3", "internvl"):

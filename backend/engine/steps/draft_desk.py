@@ -16,7 +16,7 @@ logger = logging.getLogger("penstock.backend")
 
 
 class IDraftExecutor(Protocol):
-    """What the desk needs of the executor."""
+    """The part of the executor that the desk uses."""
 
     @property
     def is_busy(self) -> bool: ...

@@ -44,7 +44,7 @@ class Guesses:
 
 @dataclass(slots=True)
 class _WrittenPage:
-    """What the keys and values in a page belong to."""
+    """The text whose keys and values are in a page."""
 
     before: int
     """Names the texts of the pages before it, and their tenant."""

@@ -89,7 +89,7 @@ class PreparedRows(NamedTuple):
     rows: SampledRows
     tokens: NDArray[np.int32]
     memory: tuple[object, ...]
-    """What rows points to, beside the logits and the tokens."""
+    """Arrays that rows points to; the logits and the tokens are kept elsewhere."""
 
 
 class _SeenTokens:

@@ -55,7 +55,7 @@ class NativeStreamOps:
         hidden, count = config.hidden_size, settings.count
         self._streams, self._low = Buffer(count * hidden, Dtype.FP32), Buffer(settings.laurel_rank, dtype)
         self._results = Buffer(max((count - 1) * hidden, 2 * config.intermediate_size), Dtype.FP32)
-        """Of the projections that begin and end streams, of gates that are cut, and of LAuReL."""
+        """Results of three kinds of products: those that begin and end streams, cut gates, and LAuReL."""
         self.buffers = (self._streams, self._low, self._results)
 
     def pack_ends(self, first: Tensor, last: Tensor) -> None:

@@ -177,10 +177,10 @@ def _saved_pages(old: _Visit) -> Iterator[None]:
 
 def _step_back(pid: int) -> None:
     """Let the successor go first: while it computes a stream's tokens, the old backend adds more of them."""
-    with contextlib.suppress(OSError):  # it ends, or has threads that end
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            own = os.getpriority(os.PRIO_PROCESS, int(thread))
-            os.setpriority(os.PRIO_PROCESS, int(thread), own + _NICER)
+    with contextlib.suppress(OSError):  # it ends
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with contextlib.suppress(OSError):  # the thread ends
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
 
 
 class _Visit:

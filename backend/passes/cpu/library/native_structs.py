@@ -71,8 +71,8 @@ class OperationKind(IntEnum):
 
 
 class AddNorm(IntEnum):
-    """What a norm does to its target: it is added; or it is added, and the sum multiplied by the number behind the
-    weights; or it replaces the target."""
+    """How a norm changes its target: it is added; or added, and the sum is multiplied by the number behind the weights;
+    or it replaces the target."""
 
     ADD = 0
     ADD_AND_SCALE = 1
