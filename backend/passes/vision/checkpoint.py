@@ -44,12 +44,8 @@ def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> Visi
     family = FAMILIES.get(architecture)
     if family is None:
         reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
-    elif family.has_axes and device != "cpu":
-        family, reason = None, "the kernels for GPUs have no positions on three axes"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
-    elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):
-        reason, family = "its image tokens attend to each other both ways, which the GPU's kernels do not", None
     if family is None and says_why:
         logger.warning("pictures are not taken: %s", reason)
     return family

@@ -38,7 +38,11 @@ class StepAttention(Protocol):
     def open(self, device: Device) -> None: ...
 
     def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
+        self,
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        num_decode: int,
+        visible_ends: NDArray[np.int32] | None,
     ) -> NDArray[np.int32]:
         """Return `CudaStep.prefill_tiles` of a step in which some rows have several tokens, or no logits. Its first
         num_decode rows have one token. See `PrefillAttention.tiles`."""
@@ -80,9 +84,13 @@ class TwoKernelAttention:
         self._prefill_workspace = self._prefill_sizes.make(device.torch_device)
 
     def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
+        self,
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        num_decode: int,
+        visible_ends: NDArray[np.int32] | None,
     ) -> NDArray[np.int32]:
-        return self._prefill.tiles(query_starts, context_lens, num_decode)
+        return self._prefill.tiles(query_starts, context_lens, num_decode, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self._prefill.captured_tiles(num_tokens)
@@ -99,7 +107,7 @@ class TwoKernelAttention:
         if step.prefill_tiles is not None:
             self._prefill.attend(
                 self._launcher, self._prefill_workspace, qkv, layer_cache, page_table, step.rows, step.prefill_tiles,
-                sinks, out,
+                sinks, out, step.visible_ends,
             )  # fmt: skip
 
 
@@ -135,8 +143,9 @@ class OneKernelAttention:
         query_starts: NDArray[np.int32],
         context_lens: NDArray[np.int32],
         num_decode: int,  # noqa: ARG002 - they have tiles too
+        visible_ends: NDArray[np.int32] | None,
     ) -> NDArray[np.int32]:
-        return self._prefill.tiles(query_starts, context_lens)
+        return self._prefill.tiles(query_starts, context_lens, 0, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self._prefill.captured_tiles(num_tokens) + min(self._max_rows, num_tokens)
@@ -151,5 +160,6 @@ class OneKernelAttention:
         if tiles is None:
             tiles = self._one_token_tiles[: len(step.decode_rows.slots)]
         self._prefill.attend(
-            self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out
-        )
+            self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out,
+            step.visible_ends,
+        )  # fmt: skip

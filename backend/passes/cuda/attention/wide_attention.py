@@ -66,9 +66,13 @@ class WideAttention:
         self._launcher = device.launcher
 
     def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
+        self,
+        query_starts: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        num_decode: int,
+        visible_ends: NDArray[np.int32] | None,
     ) -> NDArray[np.int32]:
-        return self.others.tiles(query_starts, context_lens, num_decode)
+        return self.others.tiles(query_starts, context_lens, num_decode, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self.others.captured_tiles(num_tokens)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -43,8 +45,6 @@ from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape
 
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
-
-    add_pictures = None
 
     def __init__(
         self,
@@ -88,6 +88,11 @@ class CudaOps(DeviceWeights):
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.logits_width)
+        axes, has_axes = config.rope.axes, bool(config.rope.axes)
+        self._axes = torch.tensor(axes, dtype=torch.int32, device=device.torch_device)
+        self._turns = zeros(num_rows if has_axes else 0, config.rope.rotary_dim, torch.float32)
+        """Takes the place of the rope of a model whose tokens have positions on three axes."""
+        self._picture_rows = zeros(max_tokens if config.picture_layers else 0, config.hidden_size, torch.float32)
         self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
         self.experts = None
         if config.experts is not None:
@@ -140,7 +145,8 @@ class CudaOps(DeviceWeights):
         self._buffers = buffers
         self._page_tables = list(buffers.page_tables)
         self._last_tokens = last_tokens
-        self._ropes = ropes
+        self._ropes = (self._turns,) if config.rope.axes else ropes
+        self._positions_rope = ropes[0]
         self._elementwise = Elementwise(
             self._launcher,
             head_shape(config),
@@ -152,6 +158,7 @@ class CudaOps(DeviceWeights):
             layout.page_size_tokens,
             self._device.torch_device,
             config.layer_input_size,
+            ropes_by_token=bool(config.rope.axes),
         )
         self._attention = attention
         self.tiling = attention.get(None) or next(iter(attention.values()))
@@ -176,6 +183,9 @@ class CudaOps(DeviceWeights):
     def begin(self, step: CudaStep) -> None:
         """Start a step: compute what all its layers share."""
         self.resume(step)
+        if step.rope_positions is not None:
+            turns = self._turns[: step.num_tokens]
+            self._elementwise.turn_tokens(self._positions_rope, step.rope_positions, self._axes, turns)
         if len(step.decode_rows.slots):
             for attention in self._attention.values():
                 attention.begin(step.decode_rows)
@@ -192,6 +202,24 @@ class CudaOps(DeviceWeights):
     def residual_rows(self, first: int, num_rows: int) -> Tensor:
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
         return self._all.residual[first : first + num_rows]
+
+    def upload(self, values: NDArray[np.float32], out: Tensor) -> None:
+        """Copy rows of the host to out, without waiting."""
+        # torch reuses pinned memory only after the copy from it has completed.
+        staged = self._device.pinned(out.numel(), torch.float32).view(out.shape)
+        staged.numpy()[:] = values
+        out.copy_(staged, non_blocking=True)
+
+    def _add_pictures(self, index: int, residual: Residual, step: CudaStep) -> None:
+        width = self._config.hidden_size
+        for given in step.embeddings:
+            rows = given.values.read()[:, (1 + index) * width : (2 + index) * width]
+            if rows.size:  # other embeddings have nothing to add
+                residual.add_pending()
+                self.upload(rows, added := self._picture_rows[: len(rows)])
+                residual.values[given.first : given.first + len(rows)].add_(added)
+
+    add_pictures = _add_pictures
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = self._now.residual

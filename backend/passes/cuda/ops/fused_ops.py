@@ -130,7 +130,7 @@ class FusedCudaOps(CudaOps):
         config = self._config
         self._products = RowProducts(
             self._launcher, self._device.torch_device, head_shape(config), config.hidden_size,
-            config.rope.rotary_dim, config.norm_eps, layout,
+            config.rope.rotary_dim, config.norm_eps, layout, ropes_by_token=bool(config.rope.axes),
         )  # fmt: skip
 
     def kernels(self) -> Iterator[Kernel]:

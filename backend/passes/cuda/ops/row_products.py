@@ -90,10 +90,14 @@ class RowProducts:
         rotary_dim: int,
         eps: float,
         layout: CacheLayout,
+        *,
+        ropes_by_token: bool = False,
     ) -> None:
+        """ropes_by_token: as of `Elementwise`."""
         self._launcher = launcher
         self._heads = heads
         self._rotary_dim = rotary_dim
+        self._ropes_by_token = ropes_by_token
         self._eps = np.float32(eps)
         self._page_size_tokens = layout.page_size_tokens
         self._tile = _tile(hidden_size)
@@ -176,7 +180,7 @@ class RowProducts:
         sizes = (
             len(qkv), rows.values.shape[1], rows.squares.shape[1], page_table.shape[1], self._page_size_tokens,
             heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if rope is None else self._rotary_dim,
-            norms is not None,
+            norms is not None, self._ropes_by_token,
         )  # fmt: skip
         tile = _OUTPUT_TILES[len(qkv) <= _FEW_ROWS]
         kernel = _store(self._kv_dtype, tile, form_of(linear))

@@ -55,6 +55,13 @@ class StepLimits:
     """Tokens of the largest captured mixed step, at most max_tokens; 0 for none."""
     mixed_tiles: int = 0
     """Tiles of such a step."""
+    has_axes: bool = False
+    """Steps have `CudaStep.rope_positions`."""
+
+    @property
+    def token_ints(self) -> int:
+        """Ints that are sent for each token."""
+        return 1 + 3 * self.has_axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +155,16 @@ class StepBuffers:
             logit_tokens=self.logit_tokens[:num_logits],
             is_decode_only=num_decode == num_logits == batch.num_rows,
             is_scored=batch.scored is not None,
+            rope_positions=self._rope_positions(batch.num_tokens),
         )
 
     def decode_step(self, num_rows: int) -> CudaStep:
         """Return a step of num_rows decodes, at the addresses that a graph reads."""
         rows, logit_rows = self.rows.cut(num_rows), self.logit_rows.cut(num_rows)
-        return CudaStep(num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True)
+        positions = self._rope_positions(num_rows)
+        return CudaStep(
+            num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True, rope_positions=positions
+        )
 
     def mixed_step(self, num_tokens: int, num_tiles: int) -> CudaStep:
         """Like `decode_step`, for a mixed step without its logits."""
@@ -165,7 +176,13 @@ class StepBuffers:
             logit_rows=self.logit_rows.cut(0),
             logit_tokens=self.logit_tokens[:0],
             is_decode_only=False,
+            rope_positions=self._rope_positions(num_tokens),
         )
+
+    def _rope_positions(self, num_tokens: int) -> Tensor | None:
+        """Those behind the ids of a step with this many tokens."""
+        start = self._places["ids"].start
+        return self.uplink.block[start + num_tokens : start + 4 * num_tokens] if self._limits.has_axes else None
 
     def _send(self, used: Ints, changes: Ints, parts: list[Ints]) -> list[Tensor]:
         while len(changes) > _CHANGES_AT_ONCE:
@@ -235,8 +252,6 @@ class StepBuffers:
         fixed, places = self._fixed, self._places
         num_rows = batch.num_rows
         self._write_rows(batch)
-        num_ids = max(batch.num_tokens, num_padded_rows)
-        fixed[places["ids"]][batch.num_tokens : num_ids] = 0
         if num_padded_rows > num_rows:
             padding = slice(num_rows, num_padded_rows)
             fixed[places["query_starts"]][num_rows + 1 : num_padded_rows + 1] = np.arange(num_rows, num_padded_rows) + 1
@@ -245,14 +260,14 @@ class StepBuffers:
             for name in ("slots", "logit_slots"):
                 fixed[places[name]][padding] = -1
             fixed[places["logit_tokens"]][padding] = np.arange(num_rows, num_padded_rows)
-        return fixed[: places["ids"].start + num_ids]
+        return fixed[: self._write_tokens(batch, max(batch.num_tokens, num_padded_rows))]
 
     def _write_mixed(self, batch: StepBatch, padding: MixedPadding) -> Ints:
         """Write the step, a row of padding behind it that has all padding tokens, and rows without tokens."""
         fixed, places = self._fixed, self._places
         num_rows, num_decode = batch.num_rows, padding.num_decode
         self._write_rows(batch)
-        fixed[places["ids"]][batch.num_tokens : padding.num_tokens] = 0
+        self._write_tokens(batch, padding.num_tokens)
         fixed[places["query_starts"]][num_rows + 1 :] = _BEYOND_ALL_TOKENS
         fixed[places["context_lens"]][num_rows:] = 0
         fixed[places["slots"]][num_rows:] = -1
@@ -268,7 +283,6 @@ class StepBuffers:
     def _write_rows(self, batch: StepBatch) -> None:
         fixed, places = self._fixed, self._places
         num_rows, num_logits = batch.num_rows, len(batch.logit_rows)
-        fixed[places["ids"]][: batch.num_tokens] = batch.input_ids
         fixed[places["query_starts"]][: num_rows + 1] = batch.query_starts
         fixed[places["context_lens"]][:num_rows] = batch.context_lens
         fixed[places["slots"]][:num_rows] = batch.slots
@@ -279,6 +293,20 @@ class StepBuffers:
         lengths = ends - batch.query_starts[batch.logit_rows]
         fixed[places["logit_context_lens"]][:num_logits] = batch.context_lens[batch.logit_rows] + lengths - 1
         fixed[places["logit_slots"]][:num_logits] = batch.slots[batch.logit_rows]
+
+    def _write_tokens(self, batch: StepBatch, num_ids: int) -> int:
+        """Write token ids, and positions on axes behind them; the last ones are padding. Return where they end."""
+        start, width = self._places["ids"].start, self._limits.token_ints
+        fixed = self._fixed[start : start + width * num_ids]
+        ids, positions = fixed[:num_ids], fixed[num_ids:].reshape(num_ids, -1)
+        ids[: batch.num_tokens], ids[batch.num_tokens :] = batch.input_ids, 0
+        positions[batch.num_tokens :] = 0
+        if batch.rope_positions is not None:
+            positions[: batch.num_tokens] = batch.rope_positions
+        elif self._limits.has_axes:
+            firsts = np.repeat(batch.context_lens - batch.query_starts[:-1], np.diff(batch.query_starts))
+            positions[: batch.num_tokens] = (firsts + np.arange(batch.num_tokens))[:, None]
+        return start + len(fixed)
 
     def _apply(self, changes: Tensor) -> None:
         n = len(changes) // 3
@@ -303,7 +331,7 @@ def _places(limits: StepLimits) -> dict[str, slice]:
     for name, size in sizes.items():
         places[name] = slice(start, start + size)
         start += aligned(size)
-    places["ids"] = slice(start, start + limits.max_tokens)
-    start += aligned(limits.mixed_tokens)
+    places["ids"] = slice(start, start + limits.token_ints * limits.max_tokens)
+    start += aligned(limits.token_ints * limits.mixed_tokens)
     places["tiles"] = slice(start, start + 4 * limits.mixed_tiles)
     return places

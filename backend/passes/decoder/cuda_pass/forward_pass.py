@@ -266,18 +266,20 @@ class CudaDecoderPass:
     def _forward(self, batch: StepBatch) -> Tensor:
         num_decode = count_decode_rows(batch)
         num_logits = len(batch.logit_rows)
-        is_decode_only = num_decode == num_logits == batch.num_rows
+        ends = NO_INTS if batch.visible_ends is None else batch.visible_ends
+        may_replay = not len(ends) and not (batch.embeddings and self._config.picture_layers)
+        is_decode_only = may_replay and num_decode == num_logits == batch.num_rows
         num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
         updates, num_updates = self._sampling.pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
         tiles, mixed = NO_INTS, None
         if not is_decode_only:
-            tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode)
-            mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
+            tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode, batch.visible_ends)
+            mixed = self._mixed_graphs.fit(batch, num_decode, tiles) if may_replay else None
         own_tiles = tiles if mixed is None else NO_INTS
-        parts = [updates, restores, copies, own_tiles, *self._sampling.parts(batch)]
+        parts = [updates, restores, copies, own_tiles, ends, *self._sampling.parts(batch)]
         sent = self._buffers.load(batch, num_padded or 0, parts, mixed)
-        device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
+        device_updates, device_restores, device_copies, device_tiles, device_ends, *sampling_parts = sent
         self._sampling.begin(device_updates, num_updates, sampling_parts)
         self._moves.run(device_restores, device_copies)
         for given in batch.embeddings:
@@ -289,6 +291,9 @@ class CudaDecoderPass:
             stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
         else:
             step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
+            if not may_replay:
+                visible_ends = device_ends if len(ends) else None
+                step = replace(step, is_decode_only=False, embeddings=batch.embeddings, visible_ends=visible_ends)
             self._ops.begin(step)
             stored = *self._model.store_tokens(step), step
         if num_logits or batch.scored is not None:
@@ -334,10 +339,7 @@ class CudaDecoderPass:
         if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
         else:
-            # torch reuses pinned memory only after the copy from it has completed.
-            staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
-            staged.numpy()[:] = given.values.read()
-            rows.copy_(staged, non_blocking=True)
+            self._ops.upload(given.values.read()[:, : rows.shape[1]], rows)
         if self._config.scales.given_embeddings != 1.0:
             rows.mul_(self._config.scales.given_embeddings)
 

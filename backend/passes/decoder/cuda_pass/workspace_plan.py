@@ -303,8 +303,13 @@ def attention_by_window(
     """
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
-    def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
+    def make_attention(window: int | None) -> StepAttention:
+        window_tokens, sees_ahead = window or 0, config.sees_whole_pictures(layer_windows(config).index(window))
+        # With two kernels a row's bits would depend on whether its step has a picture.
+        may_use_wgmma = has_wgmma and not (sees_ahead and sizes.deterministic)
+        prefill = PrefillAttention(
+            layout, config.num_heads, scale, window_tokens, softcap, choices, may_use_wgmma, sees_ahead
+        )
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
@@ -328,7 +333,7 @@ def attention_by_window(
     windows = dict.fromkeys(layer_windows(config))
     full_layout = make_full_layout(config, layout)
     if full_layout is None:
-        return {window: make_attention(window or 0) for window in windows}
+        return {window: make_attention(window) for window in windows}
     others: dict[int | None, StepAttention] = {
         window: make_attention(window) for window in windows if window is not None
     }
@@ -369,9 +374,11 @@ def step_limits(
         + 4 * MAX_PAGE_MOVES
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
-        + 24,
+        + sizes.max_tokens * (config.pictures_see_whole != "nowhere")
+        + 28,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
+        has_axes=bool(config.rope.axes),
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
     )
 
