@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,13 +59,14 @@ TOWERS: dict[str, dict[str, Any]] = {
 GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 
 
-def make_oracle(name: str, out_dir: Path) -> Any:
-    """A random model, saved with the processor's settings."""
+def make_oracle(name: str, out_dir: Path, **more_settings: Any) -> Any:
+    """A random model, saved with the processor's settings. more_settings: of its text model."""
     preset = PRESETS[name]
     assert preset.text_config is not None
     text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
     if name.startswith("qwen3.5"):
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [3, 3, 2]}
+    text |= more_settings
     config = getattr(transformers, preset.config)(
         text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
         vision_config=dict(TOWERS[name]),
@@ -117,11 +119,11 @@ class Prompt:
 
 
 class QwenBench(Bench):
-    def __init__(self, directory: Path, cpu_path: str = "auto", **options: Any) -> None:
+    def __init__(self, directory: Path, load: Callable[[Path, PassOptions], Any] = DecoderPass.load, **options: Any):
         self.memory = Pixels()
-        passed = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16, cpu_path=cpu_path)
+        passed = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16)
         self.described = DecoderPass.describe(directory, passed)
-        self.served: Any = DecoderPass.load(directory, passed)
+        self.served = load(directory, passed)
         self.tower = SteppedTower(self.served.picture_tower)
         self.served._spec = replace(self.served.spec, max_picture_bytes=self.described.max_picture_bytes)
         row_bytes = 4 * 64 * (1 + self.served.spec.picture_layers)
