@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "11"
+FORMAT = "12"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -126,7 +126,7 @@ def _write(directory: Path, paths: list[Path], projector: Path | None) -> None:
     contents = _contents([read_header(path) for path in paths])
     if projector is not None:
         config = json.loads(contents[CONFIG_FILE])
-        own = read_projector(projector, config["hidden_size"])
+        own = read_projector(projector, config)
         contents |= own.files | {CONFIG_FILE: json.dumps(config | own.config, indent=1)}
         (directory / PROJECTOR_FILE).parent.mkdir(mode=0o700)
         (directory / PROJECTOR_FILE).symlink_to(projector)

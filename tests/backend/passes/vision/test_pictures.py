@@ -222,7 +222,7 @@ def check_answers(served: Any, model: Model, oracle: Any, *, sees_whole: bool, *
         num_pages=128,
         max_running=4,
         max_batch_tokens=20,
-        vocab_size=256,
+        vocab_size=served.spec.vocab_size,
         make_pictures=lambda scheduler, delivery: PictureDesk(
             stepped,
             PictureCache(1 << 20),

@@ -59,8 +59,8 @@ TOWERS: dict[str, dict[str, Any]] = {
 GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 
 
-def make_oracle(name: str, out_dir: Path, **more_settings: Any) -> Any:
-    """A random model, saved with the processor's settings. more_settings: of its text model."""
+def make_oracle(name: str, out_dir: Path, tower: dict[str, Any] | None = None, **more_settings: Any) -> Any:
+    """A random model, saved with the processor's settings. more_settings: of its text model; tower: of the tower."""
     preset = PRESETS[name]
     assert preset.text_config is not None
     text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
@@ -69,7 +69,7 @@ def make_oracle(name: str, out_dir: Path, **more_settings: Any) -> Any:
     text |= more_settings
     config = getattr(transformers, preset.config)(
         text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
-        vision_config=dict(TOWERS[name]),
+        vision_config=TOWERS[name] | (tower or {}),
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
@@ -130,7 +130,7 @@ class QwenBench(Bench):
         super().__init__(
             forward_pass=self.served,
             max_running=4,
-            vocab_size=256,
+            vocab_size=self.served.spec.vocab_size,
             make_pictures=lambda scheduler, delivery: PictureDesk(
                 self.tower, PictureCache(1 << 20), row_bytes, scheduler.pictures, delivery
             ),
