@@ -85,11 +85,15 @@ _KINDS = {
     "mlp": _LLAVA,
     "pixtral": _Kind("llava", "LlavaForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
     "mistral3": _Kind("mistral3", "Mistral3ForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
-    "qwen2vl_merger": _Kind("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl_text", "qwen2_vl_vision", {}, 1e-6),
+    "qwen2vl_merger": _Kind(
+        "qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl_text", "qwen2_vl_vision", {}, 1e-6
+    ),
     "qwen2.5vl_merger": _Kind(
         "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "qwen2_5_vl_vision", {}, 1e-6
     ),
-    "qwen3vl_merger": _Kind("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", "qwen3_vl_vision", {}, 1e-6),
+    "qwen3vl_merger": _Kind(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", "qwen3_vl_vision", {}, 1e-6
+    ),
     "gemma4v": _Kind("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text", "gemma4_vision", {}, 1e-6),
 }
 _RENAMED = (
@@ -295,7 +299,7 @@ def projector_name(name: str, config: Any, *, is_swapped: bool = False) -> str:
         begin = next((begin for begin in own if part == begin or part.startswith(f"{begin}.")), part)
         return own.get(begin, begin) + part.removeprefix(begin)
     if (found := _DEEPSTACK_PART.match(name)) is not None:
-        name = f"visual.deepstack.{config.vision_config.deepstack_visual_indexes[int(found[1])]}.{name[found.end():]}"
+        name = f"visual.deepstack.{config.vision_config.deepstack_visual_indexes[int(found[1])]}.{name[found.end() :]}"
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
     return re.sub(r"ffn_(?:up|down)", lambda own: _SWAPPED[own[0]], name) if is_swapped else name

@@ -51,9 +51,7 @@ def qwen_processor(model_type: str, patch_size: int, merge: int) -> dict[str, An
     return {"patch_size": patch_size, "merge_size": merge, "temporal_patch_size": _FRAMES, "size": size}
 
 
-def gemma4_vision(
-    metadata: Metadata, tensors: Mapping[str, GgufTensor], vision: Mapping[str, Any]
-) -> dict[str, Any]:
+def gemma4_vision(metadata: Metadata, tensors: Mapping[str, GgufTensor], vision: Mapping[str, Any]) -> dict[str, Any]:
     """As `qwen_vision`."""
     head_dim = _shape(tensors, "v.blk.0.attn_q.weight")[0] // vision["num_attention_heads"]
     kernel = metadata.own("vision.projector.scale_factor", int) or 3

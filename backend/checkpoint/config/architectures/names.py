@@ -128,7 +128,10 @@ TEXT_PARTS = {
         {"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False, may_be_flat=True, axes=_QWEN35_AXES
     ),
     "Qwen3_5MoeForConditionalGeneration": TextPart(
-        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False, may_be_flat=True, axes=_QWEN35_AXES
+        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]},
+        tie_embeddings=False,
+        may_be_flat=True,
+        axes=_QWEN35_AXES,
     ),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]},

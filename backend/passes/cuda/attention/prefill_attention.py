@@ -61,7 +61,8 @@ class PrefillAttention:
 
     scale, above 0, multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
     and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. has_wgmma: the device is of
-    WGMMA_CAPABILITY. sees_ahead: steps may have `StepBatch.visible_ends`; these have a kernel of their own. Raises ValueError for what no kernel supports.
+    WGMMA_CAPABILITY. sees_ahead: steps may have `StepBatch.visible_ends`; these have a kernel of their own. Raises
+    ValueError for what no kernel supports.
     """
 
     layout: CacheLayout
@@ -135,11 +136,16 @@ class PrefillAttention:
         32 + max_parts. Blocks with the most keys come first. They serve all layers of a model: a windowed layer's
         blocks go through all of a tile's keys, and skip all segments but the first.
 
-        query_starts [R + 1], context_lens [R] and visible_ends [T] describe the step. A row of k tokens has k * group queries per KV
-        head, token by token. Raises ValueError if a launch cannot have that many tiles.
+        query_starts [R + 1], context_lens [R] and visible_ends [T] describe the step. A row of k tokens has k * group
+        queries per KV head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
         tiles, last_positions = _tiles_and_ends(
-            query_starts, context_lens, self._group, self._tile_rows, first_row, visible_ends if self.sees_ahead else None
+            query_starts,
+            context_lens,
+            self._group,
+            self._tile_rows,
+            first_row,
+            visible_ends if self.sees_ahead else None,
         )
         if not self._has_segments:
             return whole_tiles(tiles)
@@ -283,9 +289,7 @@ def _tile(choices: KernelChoices) -> tuple[tuple[str, int], ...]:
 
 
 @cache
-def _attention(
-    kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS, *, sees_ahead: bool = False
-) -> Kernel:
+def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS, *, sees_ahead: bool = False) -> Kernel:
     macros: tuple[tuple[str, int], ...] = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
     if _tile(choices) != _tile(CONSTANTS) and kv_dtype != "fp32" and head_dim <= 128:
         macros = (*macros, *_tile(choices))

@@ -296,8 +296,8 @@ class StepBuffers:
 
     def _write_tokens(self, batch: StepBatch, num_ids: int) -> int:
         """Write token ids, and positions on axes behind them; the last ones are padding. Return where they end."""
-        start, width = self._places["ids"].start, self._limits.token_ints
-        fixed = self._fixed[start : start + width * num_ids]
+        start: int = self._places["ids"].start
+        fixed = self._fixed[start : start + self._limits.token_ints * num_ids]
         ids, positions = fixed[:num_ids], fixed[num_ids:].reshape(num_ids, -1)
         ids[: batch.num_tokens], ids[batch.num_tokens :] = batch.input_ids, 0
         positions[batch.num_tokens :] = 0

@@ -39,7 +39,9 @@ def load(directory: Path, options: PassOptions) -> EmulatedCudaPass:
     return served
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("qwen2-vl", 16), ("qwen3-vl", 7), ("qwen3-vl", 16), ("qwen3.5-vision", 16)])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("qwen2-vl", 16), ("qwen3-vl", 7), ("qwen3-vl", 16), ("qwen3.5-vision", 16)]
+)
 def test_positions_and_features_of_pictures_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
     oracle = make_qwen(name, tmp_path, **TEXTS[name])
     bench = QwenBench(tmp_path, load, max_batch_tokens=chunk, page_size=16)

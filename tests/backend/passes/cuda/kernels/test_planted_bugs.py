@@ -70,6 +70,13 @@ def check_prefill(launcher: Launcher, kv_dtype: str) -> None:
         require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
 
 
+def check_pictures(launcher: Launcher, kv_dtype: str) -> None:
+    attention = prefill.attention_of(64, kv_dtype, group=3, sees_ahead=True)
+    step = prefill.prepare(attention, prefill.rows_of((95, 31), (0, 90)))
+    error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
+    require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
+
+
 def check_wgmma(launcher: Launcher) -> None:
     """A window that begins within a tile, and a context of several segments in one block."""
     for window, row in ((70, Row(208, 70, 1)), (0, Row(4090, 9, 2))):
@@ -220,6 +227,17 @@ PREFILL_FP32 = (
     Bug(FP32, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
     *PREFILL_SINKS,
 )
+_LAST_SEEN = "tile.last_seen(kQueryRows - 1) + 1"
+PICTURES = (
+    Bug(MMA, "tile.last_seen(warp_row)", "step.window"),
+    Bug(MMA, "tile.last_seen(warp_row + kWarpRows - 1)", "warp_last"),
+    Bug("prefill_masks.cuh", "column > last", "column > position"),
+    Bug("prefill_segments.cuh", _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
+)
+PICTURES_FP32 = (
+    Bug(FP32, "token > last_seen[r]", "token > positions[r]"),
+    Bug(FP32, _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
+)
 GROUP = Bug(WEIGHTS, "scales[i][step * kStepInputs / GROUP]", "scales[i][0]")
 ROW_GROUP = Bug(WEIGHTS, "output * weights.num_groups() + input / GROUP", "output * weights.num_groups()")
 CHUNK = Bug(WEIGHTS, "scale_rows[i][first + group]", "scale_rows[i][group]")
@@ -359,6 +377,8 @@ PLANTED = {
     "prefill segments": Planted((MMA,), check_segments, SEGMENTS),
     "cuts of prefill": Planted((MMA,), check_cuts, CUTS),
     "cuts of prefill with warpgroups": Planted((WGMMA,), partial(check_cuts, has_wgmma=True), CUTS),
+    "pictures": Planted((MMA,), partial(check_pictures, kv_dtype="bf16"), PICTURES),
+    "pictures in fp32": Planted((FP32,), partial(check_pictures, kv_dtype="fp32"), PICTURES_FP32),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
     "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),
     "int8": Planted((PRODUCTS,), partial(check_weights, form="int8"), INT8),
