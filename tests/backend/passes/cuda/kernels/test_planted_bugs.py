@@ -63,18 +63,10 @@ def check_decode(launcher: Launcher, kv_dtype: str) -> None:
 
 
 def check_prefill(launcher: Launcher, kv_dtype: str) -> None:
-    for window, shapes in ((70, ((208, 70), (0, 75))), (0, ((2040, 20),))):
-        attention = prefill.attention_of(64, kv_dtype, group=2, window=window)
+    """With a warp's tokens, and a tile's, that end within a picture, before keys of another tile."""
+    for window, *shapes in ((70, (208, 70), (0, 75)), (0, (2040, 20)), (-1, (96, 60), (10, 90))):
+        attention = prefill.attention_of(64, kv_dtype, group=2, window=max(window, 0), sees_ahead=window < 0)
         step = prefill.prepare(attention, prefill.rows_of(*shapes))
-        error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
-        require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
-
-
-def check_pictures(launcher: Launcher, kv_dtype: str) -> None:
-    """A warp's tokens, and with three heads a tile's, that end within a picture, before keys of another tile."""
-    for group in (1, 3):
-        attention = prefill.attention_of(64, kv_dtype, group=group, sees_ahead=True)
-        step = prefill.prepare(attention, prefill.rows_of((96, 60), (0, 90)))
         error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
         require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
 
@@ -186,13 +178,17 @@ DECODE_Q8 = (
 )
 PREFILL_SINKS = (Bug(SINKS, _SINK, "0.0f"), Bug(SINKS, _SINK, "ex2_approx(sink - peak)"))
 MMA, FP32 = "prefill_attention.cu", "prefill_attention_fp32.cu"
-_BEGIN = "max(0, tile.position(0) - step.window + 1)"
+_BEGIN, _LAST_SEEN = "max(0, tile.position(0) - step.window + 1)", "tile.last_seen(kQueryRows - 1) + 1"
 PREFILL = (
     Bug("prefill_masks.cuh", "column <= position - window", "column < position - window"),
     Bug("prefill_masks.cuh", "column <= position - window", "column <= position - window + 1"),
     Bug(MMA, "last > warp_first - step.window", "first > warp_first - step.window"),
     Bug(MMA, "first > warp_last - step.window", "last > warp_last - step.window"),
     Bug("prefill_segments.cuh", _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    Bug(MMA, "tile.last_seen(warp_row)", "step.window"),
+    Bug(MMA, "tile.last_seen(warp_row + kWarpRows - 1)", "warp_last"),
+    Bug("prefill_masks.cuh", "column > last", "column > position"),
+    Bug("prefill_segments.cuh", _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
     *PREFILL_SINKS,
 )
 SEGMENTS = (
@@ -227,18 +223,9 @@ PREFILL_FP32 = (
     Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
     Bug(FP32, "token <= positions[r] - step.window", "token <= positions[r] - step.window + 1"),
     Bug(FP32, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
-    *PREFILL_SINKS,
-)
-_LAST_SEEN = "tile.last_seen(kQueryRows - 1) + 1"
-PICTURES = (
-    Bug(MMA, "tile.last_seen(warp_row)", "step.window"),
-    Bug(MMA, "tile.last_seen(warp_row + kWarpRows - 1)", "warp_last"),
-    Bug("prefill_masks.cuh", "column > last", "column > position"),
-    Bug("prefill_segments.cuh", _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
-)
-PICTURES_FP32 = (
     Bug(FP32, "token > last_seen[r]", "token > positions[r]"),
     Bug(FP32, _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
+    *PREFILL_SINKS,
 )
 GROUP = Bug(WEIGHTS, "scales[i][step * kStepInputs / GROUP]", "scales[i][0]")
 ROW_GROUP = Bug(WEIGHTS, "output * weights.num_groups() + input / GROUP", "output * weights.num_groups()")
@@ -379,8 +366,6 @@ PLANTED = {
     "prefill segments": Planted((MMA,), check_segments, SEGMENTS),
     "cuts of prefill": Planted((MMA,), check_cuts, CUTS),
     "cuts of prefill with warpgroups": Planted((WGMMA,), partial(check_cuts, has_wgmma=True), CUTS),
-    "pictures": Planted((MMA,), partial(check_pictures, kv_dtype="bf16"), PICTURES),
-    "pictures in fp32": Planted((FP32,), partial(check_pictures, kv_dtype="fp32"), PICTURES_FP32),
     "prefill in fp32": Planted((FP32,), partial(check_prefill, kv_dtype="fp32"), PREFILL_FP32),
     "int4": Planted((PRODUCTS,), partial(check_weights, form="int4"), INT4),
     "int8": Planted((PRODUCTS,), partial(check_weights, form="int8"), INT8),
