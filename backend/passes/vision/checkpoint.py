@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.gguf.header import open_tensors
 from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, VISION_KEY, is_rotated, projector_name
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, VisionFamily
+from penstock.backend.passes.vision.families import FAMILIES, VisionFamily
 
 logger = logging.getLogger("penstock.backend")
 
@@ -46,7 +46,7 @@ def find_family(model_dir: Path, *, says_why: bool = False) -> VisionFamily | No
     architecture = str(find_architecture(values))
     family = FAMILIES.get(architecture)
     if family is None:
-        reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
+        reason = f"of {shorten(architecture)} only the text model is supported"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
     if family is None and says_why:

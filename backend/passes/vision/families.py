@@ -283,5 +283,3 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": _QWEN,
     "Qwen3_5MoeForConditionalGeneration": _QWEN,
 }
-UNSUPPORTED: dict[str, str] = {}
-"""Architecture → why only its text model is served."""
