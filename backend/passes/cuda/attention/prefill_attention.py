@@ -30,6 +30,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
+from penstock.backend.passes.cuda.device.transfers import Ints
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import supports_q8_0
@@ -122,12 +123,8 @@ class PrefillAttention:
         )
 
     def tiles(
-        self,
-        query_starts: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
-        first_row: int = 0,
-        visible_ends: NDArray[np.int32] | None = None,
-    ) -> NDArray[np.int32]:
+        self, query_starts: Ints, context_lens: Ints, first_row: int = 0, visible_ends: Ints | None = None
+    ) -> Ints:
         """Return the blocks [n, 4] of first_row and the rows after it.
 
         A block is (row, first query of the tile within its row, first position of its segment of the context or -1,
@@ -227,9 +224,7 @@ def most_captured_tiles(num_tokens: int, group: int, max_rows: int) -> int:
     return -(-num_tokens * group // _FEWEST_QUERY_ROWS) + _SPARE_TILES + min(max_rows, num_tokens)
 
 
-def cut_tiles(
-    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int
-) -> NDArray[np.int32]:
+def cut_tiles(query_starts: Ints, context_lens: Ints, group: int, rows_per_tile: int) -> Ints:
     """Return tiles [n, 2] of all rows of a step: (row, first query of the tile within its row), those with the most
     keys first. Raises ValueError if a launch cannot have that many.
     """
@@ -237,13 +232,13 @@ def cut_tiles(
 
 
 def _tiles_and_ends(
-    query_starts: NDArray[np.int32],
-    context_lens: NDArray[np.int32],
+    query_starts: Ints,
+    context_lens: Ints,
     group: int,
     rows_per_tile: int,
     first_row: int,
-    visible_ends: NDArray[np.int32] | None = None,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    visible_ends: Ints | None = None,
+) -> tuple[Ints, NDArray[np.int64]]:
     """Return the tiles of first_row and the rows after it, and the last position that each tile's last query sees."""
     num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * group
     num_tiles = -(-num_queries // rows_per_tile)
