@@ -203,16 +203,11 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], text: Mapping[s
             f"attention.head_count, {vision['num_attention_heads']}, the other at most image_size, {side}"
         )
     config, processor, image = _parts(metadata, tensors, kind, vision, merge, hidden_size)
-    added, layers = len(vision.get("deepstack_visual_indexes", ())), text.get(DEEPSTACK) or 0
-    if added != layers:
-        raise StartupError(f"clip.vision.is_deepstack_layers has {added} layers; the model's {DEEPSTACK} is {layers}")
-    own = {"model_type": kind.text_type, "hidden_size": hidden_size}
-    own |= {key: text[key] for key in ("use_bidirectional_attention",) if key in text}
     whole = {
         "model_type": kind.model_type,
         "architectures": [kind.architecture],
         "vision_config": vision,
-        "text_config": _TEXT | own,
+        "text_config": _text_config(kind, vision, text),
         **config,
     }
     image |= {
@@ -223,6 +218,14 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], text: Mapping[s
         {VISION_KEY: whole, "vision_config": vision},
         {"preprocessor_config.json": json.dumps(image), "processor_config.json": json.dumps(processor)},
     )
+
+
+def _text_config(kind: _Kind, vision: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    added, layers = len(vision.get("deepstack_visual_indexes", ())), text.get(DEEPSTACK) or 0
+    if added != layers:
+        raise StartupError(f"clip.vision.is_deepstack_layers has {added} layers; the model's {DEEPSTACK} is {layers}")
+    own = {key: text[key] for key in ("hidden_size", "use_bidirectional_attention") if key in text}
+    return _TEXT | own | {"model_type": kind.text_type}
 
 
 def _parts(

@@ -43,6 +43,14 @@ from penstock.backend.passes.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape
 
 
+def upload_rows(device: Device, values: NDArray[np.float32], out: Tensor) -> None:
+    """Copy rows of the host to out, without waiting."""
+    # torch reuses pinned memory only after the copy from it has completed.
+    staged = device.pinned(out.numel(), torch.float32).view(out.shape)
+    staged.numpy()[:] = values
+    out.copy_(staged, non_blocking=True)
+
+
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
@@ -88,11 +96,6 @@ class CudaOps(DeviceWeights):
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.logits_width)
-        axes, has_axes = config.rope.axes, bool(config.rope.axes)
-        self._axes = torch.tensor(axes, dtype=torch.int32, device=device.torch_device)
-        self._turns = zeros(num_rows if has_axes else 0, config.rope.rotary_dim, torch.float32)
-        """Takes the place of the rope of a model whose tokens have positions on three axes."""
-        self._picture_rows = zeros(max_tokens if config.picture_layers else 0, config.hidden_size, torch.float32)
         self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
         self.experts = None
         if config.experts is not None:
@@ -145,8 +148,14 @@ class CudaOps(DeviceWeights):
         self._buffers = buffers
         self._page_tables = list(buffers.page_tables)
         self._last_tokens = last_tokens
-        self._ropes = (self._turns,) if config.rope.axes else ropes
-        self._positions_rope = ropes[0]
+        size = self._all.residual.shape if config.picture_layers else (0, 0)
+        self._picture_rows = torch.zeros(size, device=self._device.torch_device)
+        self._ropes = ropes
+        if config.rope.axes:
+            self._axes = torch.tensor(config.rope.axes, dtype=torch.int32, device=self._device.torch_device)
+            self._ropes = (ropes[0].new_zeros(len(self._all.residual), config.rope.rotary_dim),)
+            """Of the step's tokens: `Elementwise.turn_tokens` of the rope by position."""
+            self._rope_by_position = ropes[0]
         self._elementwise = Elementwise(
             self._launcher,
             head_shape(config),
@@ -184,8 +193,8 @@ class CudaOps(DeviceWeights):
         """Start a step: compute what all its layers share."""
         self.resume(step)
         if step.rope_positions is not None:
-            turns = self._turns[: step.num_tokens]
-            self._elementwise.turn_tokens(self._positions_rope, step.rope_positions, self._axes, turns)
+            turns = self._ropes[0][: step.num_tokens]
+            self._elementwise.turn_tokens(self._rope_by_position, step.rope_positions, self._axes, turns)
         if len(step.decode_rows.slots):
             for attention in self._attention.values():
                 attention.begin(step.decode_rows)
@@ -203,20 +212,13 @@ class CudaOps(DeviceWeights):
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
         return self._all.residual[first : first + num_rows]
 
-    def upload(self, values: NDArray[np.float32], out: Tensor) -> None:
-        """Copy rows of the host to out, without waiting."""
-        # torch reuses pinned memory only after the copy from it has completed.
-        staged = self._device.pinned(out.numel(), torch.float32).view(out.shape)
-        staged.numpy()[:] = values
-        out.copy_(staged, non_blocking=True)
-
     def _add_pictures(self, index: int, residual: Residual, step: CudaStep) -> None:
         width = self._config.hidden_size
         for given in step.embeddings:
             rows = given.values.read()[:, (1 + index) * width : (2 + index) * width]
             if rows.size:  # other embeddings have nothing to add
                 residual.add_pending()
-                self.upload(rows, added := self._picture_rows[: len(rows)])
+                upload_rows(self._device, rows, added := self._picture_rows[: len(rows)])
                 residual.values[given.first : given.first + len(rows)].add_(added)
 
     add_pictures = _add_pictures

@@ -26,6 +26,7 @@ from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_li
 from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, TokenCosts, open_pool
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.passes.cuda.ops.cuda_ops import upload_rows
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
@@ -339,7 +340,7 @@ class CudaDecoderPass:
         if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
         else:
-            self._ops.upload(given.values.read()[:, : rows.shape[1]], rows)
+            upload_rows(self._device, given.values.read()[:, : rows.shape[1]], rows)
         if self._config.scales.given_embeddings != 1.0:
             rows.mul_(self._config.scales.given_embeddings)
 
