@@ -84,8 +84,8 @@ def test_tokens_of_pictures_see_them_whole(head_dim: int, kv_dtype: str) -> None
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 def test_pictures_lie_in_two_segments(kv_dtype: str) -> None:
-    """Their last tokens may be in a segment that no token before them reaches."""
-    attention = attention_of(64, kv_dtype, group=3, sees_ahead=True)
+    """Their last tokens may be in a segment that no token before them reaches. No kernel of warpgroups sees ahead."""
+    attention = attention_of(64, kv_dtype, group=3, has_wgmma=True, sees_ahead=True)
     step = prefill.widened(prepare(attention, rows_of((2035, 30), (0, 90))))
     ends = step.visible_ends()
     assert ends[12].item() == 2065
