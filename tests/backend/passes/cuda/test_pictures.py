@@ -51,6 +51,8 @@ def test_positions_and_features_of_pictures_are_those_of_transformers(name: str,
     bench.run()
     check(bench, 0, oracle, prompt)
     bench.served.device.require_same_graphs()
+    for graphs in (bench.served._graphs, bench.served._mixed_graphs._graphs):
+        assert any(graph.num_replays for graph in graphs._graphs.values())
     bench.close()
 
 
