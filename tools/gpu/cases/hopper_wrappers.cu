@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128, 1)
             for (int i = int(threadIdx.x); i < box_rows * kRowBytes; i += 64) {
                 out[turn * box_rows * kRowBytes + i] = shared[i];
             }
-            sync_some<64>();
+            sync_some<64>(1);
             barrier_arrive(empty);
         }
     }

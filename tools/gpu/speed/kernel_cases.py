@@ -229,6 +229,7 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
         heads.head_dim**-0.5,
         choices=context.choices,
         has_wgmma=device.compute_capability == WGMMA_CAPABILITY,
+        num_sms=device.num_sms,
     )
     device.launcher.prepare(attention.kernels())
     qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()

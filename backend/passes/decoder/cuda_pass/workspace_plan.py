@@ -304,7 +304,7 @@ def attention_by_window(
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
     def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma, num_sms)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)

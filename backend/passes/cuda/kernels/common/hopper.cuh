@@ -32,11 +32,13 @@ struct alignas(64) TensorMap {
 #define REGISTERS_32                                                                                        \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
     "%28,%29,%30,%31"
+#define REGISTERS_40 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGISTERS_48 REGISTERS_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define REGISTERS_64                                                                                          \
     REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54," \
                  "%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// acc [64, 128] = a · b, plus acc if `adds`; a and b in shared memory.
+// acc [64, 64 or 128] = a · b, plus acc if `adds`; a and b in shared memory.
 __device__ __forceinline__ void wgmma_bf16(float (&acc)[16][4], unsigned long long a, unsigned long long b, bool adds) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
@@ -44,11 +46,30 @@ __device__ __forceinline__ void wgmma_bf16(float (&acc)[16][4], unsigned long lo
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-// acc [64, 64 or 128] += a · b, with a in registers and b by rows.
+__device__ __forceinline__ void wgmma_bf16(float (&acc)[8][4], unsigned long long a, unsigned long long b, bool adds) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
+                 : ACC32(0)
+                 : "l"(a), "l"(b), "r"(int(adds)));
+}
+
+// acc [64, 64, 80, 96 or 128] += a · b, with a in registers and b by rows.
 __device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[8][4], const unsigned (&a)[4], unsigned long long b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32
                  "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : ACC32(0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[10][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" REGISTERS_40
+                 "}, {%40,%41,%42,%43}, %44, 1, 1, 1, 1;"
+                 : ACC32(0), ACC8(8)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[12][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" REGISTERS_48
+                 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"
+                 : ACC32(0), ACC8(8), ACC8(10)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 __device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[16][4], const unsigned (&a)[4], unsigned long long b) {
@@ -61,6 +82,8 @@ __device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[16][4], const un
 #undef ACC8
 #undef ACC32
 #undef REGISTERS_32
+#undef REGISTERS_40
+#undef REGISTERS_48
 #undef REGISTERS_64
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -92,8 +115,14 @@ template <int N> __device__ __forceinline__ void take_registers() {
 }
 
 // ---- Barriers in shared memory ----
-// One for N threads of the block, of whole warps, that need no object.
-template <int N> __device__ __forceinline__ void sync_some() { asm volatile("bar.sync 1, %0;" ::"n"(N) : "memory"); }
+// Those with a number, 1 to 15, need no object. A phase ends when N threads of the block, of whole warps, have called;
+// only sync_some waits for that. Accesses before either call are ordered before those after sync_some.
+template <int N> __device__ __forceinline__ void sync_some(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(N) : "memory");
+}
+template <int N> __device__ __forceinline__ void arrive_some(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(N) : "memory");
+}
 
 // A phase ends when `count` threads have arrived and all announced bytes are there; the first one has parity 0. Memory
 // accesses before an arrival are ordered before those after the wait for its phase.
@@ -146,12 +175,14 @@ using cusim::TensorMap;
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) { return cusim::shared_offset(pointer); }
 
-inline void wgmma_bf16(float (&acc)[16][4], unsigned long long a, unsigned long long b, bool adds, CUSIM_HERE) {
-    cusim::wgmma(&acc[0][0], 128, nullptr, a, b, false, adds, here);
+template <int N>
+inline void wgmma_bf16(float (&acc)[N][4], unsigned long long a, unsigned long long b, bool adds, CUSIM_HERE) {
+    static_assert(N == 8 || N == 16);
+    cusim::wgmma(&acc[0][0], 8 * N, nullptr, a, b, false, adds, here);
 }
 template <int N>
 inline void wgmma_bf16_by_rows(float (&acc)[N][4], const unsigned (&a)[4], unsigned long long b, CUSIM_HERE) {
-    static_assert(N == 8 || N == 16);
+    static_assert(N == 8 || N == 10 || N == 12 || N == 16);
     cusim::wgmma(&acc[0][0], 8 * N, a, 0, b, true, true, here);
 }
 inline void wgmma_fence() { cusim::wgmma_fence(); }
@@ -165,7 +196,8 @@ template <int N> inline void keep_registers() {
 }
 template <int N> inline void take_registers() { keep_registers<N>(); }
 
-template <int N> inline void sync_some(CUSIM_HERE) { cusim::sync_some(N, here); }
+template <int N> inline void sync_some(int barrier, CUSIM_HERE) { cusim::sync_some(barrier, N, here); }
+template <int N> inline void arrive_some(int barrier, CUSIM_HERE) { cusim::arrive_some(barrier, N, here); }
 inline void barrier_init(Barrier* barrier, int count, CUSIM_HERE) { cusim::barrier_init(barrier, count, here); }
 inline void barrier_arrive(Barrier* barrier, CUSIM_HERE) { cusim::barrier_arrive(barrier, 0, here); }
 inline void barrier_arrive_for_bytes(Barrier* barrier, int num_bytes, CUSIM_HERE) {

@@ -5,7 +5,9 @@
 // ring in turn: the keys and then the values of the first tokens, then the next tokens'. So the tile with number n is in
 // slot n % kSlots, and its barriers' phase has the parity of n / kSlots.
 //
-// Macros: HEAD_DIM (64 or 128), NUM_WARPGROUPS.
+// A head's last numbers may fill a part of a half only; those beyond them are 0 in the tile.
+//
+// Macros: HEAD_DIM, NUM_WARPGROUPS.
 
 #pragma once
 
@@ -13,7 +15,7 @@
 #include "prefill/prefill_products.cuh"
 
 constexpr int kSlots = 4;
-constexpr int kHalves = HEAD_DIM / 64;
+constexpr int kHalves = (HEAD_DIM + 63) / 64;
 constexpr int kHalfBytes = kTokens * 128, kTileBytes = kHalves * kHalfBytes;
 constexpr int kComputingWarps = kThreads / 32;
 
@@ -43,39 +45,42 @@ struct Ring {
     }
 };
 
-// Copies the keys and values of tiles with positions from `begin` to `end` of one sequence, which has `length` positions,
-// from a cache [pages, 2, kv heads, page size, HEAD_DIM]. A box is 64 numbers of a page's rows.
+// Copies keys and values from a cache [pages, 2, kv heads, page size, HEAD_DIM]. A box is 64 numbers of a page's rows.
 struct BoxCopies {
     Ring& ring;
     const TensorMap& cache;
-    const int* pages;  // of the sequence
-    int page_bits;     // 2^page_bits tokens in a page
-    int begin, end, length;
+    int page_bits;        // 2^page_bits tokens in a page
     int half, box_token;  // of the lane's box, within a tile
-    int first, page;      // of the next tile, and the page of the lane's box in it
+    int number = 0;       // of the next tile
     unsigned num_unmasked = 0;
+    // Of the run:
+    Task task;
+    const int* pages;  // of the sequence
+    int begin, length;
 
-    __device__ __forceinline__ BoxCopies(Ring& ring, const TensorMap& cache, const int* pages, int page_bits, int begin,
-                                         int end, int length)
-        : ring(ring), cache(cache), pages(pages), page_bits(page_bits), begin(begin), end(end), length(length) {
+    __device__ __forceinline__ BoxCopies(Ring& ring, const TensorMap& cache, int page_bits)
+        : ring(ring), cache(cache), page_bits(page_bits) {
         const int lane = int(threadIdx.x & 31), boxes_of_half = kTokens >> page_bits;
         half = lane / boxes_of_half;
         box_token = lane % boxes_of_half << page_bits;
-        first = begin / kTokens * kTokens;
-        page = find_page(first);
     }
 
-    // Copy the first tile of keys, and then all others. All lanes of one warp call together.
-    __device__ __forceinline__ void start() { copy(0, 2 * page, false); }
-    __device__ __forceinline__ void run() {
-        for (int number = 1;;) {
+    // Copy all tiles with positions from `begin` to `end` of a sequence with `length` positions. All lanes of one warp
+    // call together.
+    __device__ __forceinline__ void run(const Task& new_task, const int* new_pages, int new_begin, int end,
+                                        int new_length) {
+        task = new_task;
+        pages = new_pages;
+        begin = new_begin;
+        length = new_length;
+        int first = begin / kTokens * kTokens;
+        for (int page = find_page(first); first < end;) {
+            copy(first, 2 * page, false);
             const int next_page = find_page(first + kTokens);
             // Products also read values whose weight is 0. Other numbers than the sequence's may be NaN.
-            copy(number++, 2 * page + 1, first < begin || first + kTokens > length);
+            copy(first, 2 * page + 1, first < begin || first + kTokens > length);
             first += kTokens;
             page = next_page;
-            if (first >= end) break;
-            copy(number++, 2 * page, false);
         }
     }
 
@@ -87,15 +92,16 @@ struct BoxCopies {
         return exists ? __ldg(pages + (position >> page_bits)) : 0;
     }
 
-    __device__ __forceinline__ void copy(int number, int half_page, bool masks) {
+    __device__ __forceinline__ void copy(int first, int half_page, bool masks) {
         const int slot = number % kSlots, lane = int(threadIdx.x & 31);
         unsigned char* tile = ring.tiles[slot];
         Barrier* barrier = masks ? &ring.unmasked : &ring.full[slot];
         barrier_wait(&ring.empty[slot], (number / kSlots & 1) ^ 1);
+        ++number;
         if (lane == 0) barrier_arrive_for_bytes(barrier, kTileBytes);
         __syncwarp();
         if (half < kHalves) {
-            const int row = (half_page * int(gridDim.x) + int(blockIdx.x)) << page_bits;
+            const int row = (half_page * task.num_kv_heads + task.kv_head) << page_bits;
             copy_box(tile + half * kHalfBytes + box_token * 128, cache, row, half * 64, barrier);
         }
         if (!masks) return;

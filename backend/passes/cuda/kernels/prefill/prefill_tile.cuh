@@ -73,6 +73,14 @@ template <int NUM_ROWS> struct QueryTile {
     }
 };
 
+// What a block computes at a time: a tile of queries for one kv head.
+struct Task {
+    int kv_head, num_kv_heads;
+    int tile;
+};
+// With a block for each.
+__device__ __forceinline__ Task task_of_block() { return {int(blockIdx.x), int(gridDim.x), int(blockIdx.y)}; }
+
 // 8 numbers of an array of dtype act (0 fp32, 1 bf16, 2 fp16).
 __device__ __forceinline__ void load8_act(const void* array, long long index, int act, float (&x)[8]) {
     if (act == 0) {

@@ -1,0 +1,86 @@
+// The tasks of a block that takes one after another. The copying warp takes a task when all copies of the last one have
+// begun, so that a block that is late takes fewer. Loading warps then bring its queries, while the others still compute.
+//
+// Macros: HEAD_DIM, NUM_WARPGROUPS.
+
+#pragma once
+
+#include "prefill/prefill_ring.cuh"
+
+constexpr int kTaskSlots = HEAD_DIM <= 128 ? 2 : 1;  // as many as shared memory holds queries of
+constexpr int kLoadingThreads = 96;
+constexpr int kQueryBytes = kQueryRows * kHalves * 128;  // swizzled in rows of 128 bytes, like tiles
+
+__device__ __forceinline__ Task task_of(int number, int num_kv_heads) {
+    return {number % num_kv_heads, num_kv_heads, number / num_kv_heads};
+}
+
+// The number of the next task, or one that is too large. A block's first one is its own number. Blocks claim num_tasks times
+// in all, and the last claim makes the counter 0 again. All lanes of a warp call together.
+__device__ __forceinline__ int claim_task(unsigned* counter, int num_tasks) {
+    unsigned claimed = 0;
+    if ((threadIdx.x & 31) == 0) claimed = gridDim.x + atomicInc(counter, unsigned(num_tasks - 1));
+    return int(__shfl_sync(kWholeWarp, claimed, 0));
+}
+
+// In shared memory. Tasks take slots in turn; a slot is also that of their queries.
+struct TaskQueue {
+    Barrier posted[kTaskSlots], loaded[kTaskSlots], empty[kTaskSlots];
+    int numbers[kTaskSlots];  // -1: there are no more
+
+    __device__ __forceinline__ void init() {
+        for (int slot = 0; slot < kTaskSlots; ++slot) {
+            barrier_init(&posted[slot], 1);
+            barrier_init(&loaded[slot], kLoadingThreads / 32);
+            barrier_init(&empty[slot], kComputingWarps);
+        }
+    }
+
+    __device__ __forceinline__ void post(int turn, int number) {
+        const int slot = turn % kTaskSlots;
+        barrier_wait(&empty[slot], (turn / kTaskSlots & 1) ^ 1);
+        if ((threadIdx.x & 31) != 0) return;
+        numbers[slot] = number;
+        barrier_arrive(&posted[slot]);
+    }
+
+    // Call load(slot, number) for each task. All loading warps call.
+    template <class F> __device__ __forceinline__ void each(const F& load) {
+        pass_through(posted, loaded, [&](int slot, int number) {
+            load(slot, number);
+            fence_stores();
+        });
+    }
+    // Call compute(slot, number) for each task whose queries have come. All computing warps call.
+    template <class F> __device__ __forceinline__ void each_loaded(const F& compute) {
+        pass_through(loaded, empty, compute);
+    }
+
+  private:
+    template <class F>
+    __device__ __forceinline__ void pass_through(Barrier* before, Barrier* after, const F& work) {
+        for (int turn = 0;; ++turn) {
+            const int slot = turn % kTaskSlots;
+            barrier_wait(&before[slot], turn / kTaskSlots & 1);
+            const int number = __shfl_sync(kWholeWarp, numbers[slot], 0);
+            if (number >= 0) work(slot, number);
+            __syncwarp();
+            if ((threadIdx.x & 31) == 0) barrier_arrive(&after[slot]);
+            if (number < 0) return;
+        }
+    }
+};
+
+// load_queries, but bf16 is copied as it is, all at once.
+__device__ __forceinline__ void copy_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
+                                             int row_heads, int act, int kv_head, int thread) {
+    if (act != 1) return load_queries<kLoadingThreads, 1>(target, tile, qkv, row_heads, act, kv_head, thread);
+    for (int i = thread; i < kQueryRows * kChunks; i += kLoadingThreads) {
+        const int row = i / kChunks, chunk = i % kChunks;
+        const long long head = tile.head(min(row, tile.num_rows - 1), row_heads, kv_head * tile.group);
+        const void* source = static_cast<const Bf16*>(qkv) + head * HEAD_DIM + chunk * 8;
+        cp_async_16(target + query_place(row, chunk), source, row < tile.num_rows ? 16 : 0);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+}
