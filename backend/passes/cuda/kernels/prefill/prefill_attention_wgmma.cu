@@ -153,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 const Task task = task_of(number, num_kv_heads);
                 const QueryTile<kQueryRows> tile(step, task.tile);
                 const int thread = int(threadIdx.x) - kThreads - 32;
+#pragma unroll 1
                 for (int row = thread; row < kQueryRows; row += kLoadingThreads)
                     shared.positions[slot][row] = tile.position(row);
                 copy_queries(shared.queries[slot], tile, qkv, row_heads, act, task.kv_head, thread);

@@ -84,6 +84,7 @@ template <int THREADS, int AT_ONCE, class T>
 __device__ __forceinline__ void load_queries_of(unsigned char* target, const QueryTile<kQueryRows>& tile, const T* qkv,
                                                 int row_heads, int first_head, int thread) {
     constexpr int kAll = kQueryRows * kChunks, kAtOnce = AT_ONCE;
+#pragma unroll 1
     for (int first = thread; first < kAll; first += kAtOnce * THREADS) {
         float x[kAtOnce][8];
 #pragma unroll

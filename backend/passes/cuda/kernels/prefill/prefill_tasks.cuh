@@ -75,6 +75,7 @@ struct TaskQueue {
 __device__ __forceinline__ void copy_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int row_heads, int act, int kv_head, int thread) {
     if (act != 1) return load_queries<kLoadingThreads, 1>(target, tile, qkv, row_heads, act, kv_head, thread);
+#pragma unroll 1
     for (int i = thread; i < kQueryRows * kChunks; i += kLoadingThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
         const long long head = tile.head(min(row, tile.num_rows - 1), row_heads, kv_head * tile.group);

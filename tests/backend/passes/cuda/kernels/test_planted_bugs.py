@@ -199,7 +199,7 @@ SEGMENTS = (
     Bug("prefill_tile.cuh", "position / kRun", "position / kRun / 2"),
     Bug("prefill_tile.cuh", "position % kSpan != 0 || position <= begin", "position % kSpan != 0"),
 )  # fmt: skip
-WGMMA, RING = "prefill_attention_wgmma.cu", "prefill_ring.cuh"
+WGMMA, RING, TASKS = "prefill_attention_wgmma.cu", "prefill_ring.cuh", "prefill_tasks.cuh"
 PREFILL_WGMMA = (
     Bug(WGMMA, "token + kTokens - 1 <= first && token > last - window", "token + kTokens - 1 <= first"),
     Bug(WGMMA, "token <= last && token + kTokens - 1 > first - window", "token <= last && token > first - window"),
@@ -208,6 +208,11 @@ PREFILL_WGMMA = (
     Bug(RING, "first < begin || first + kTokens > length", "first < begin"),
     Bug(RING, "first < begin || first + kTokens > length", "first + kTokens > length"),
     Bug(RING, "half * 64", "0"),
+    Bug(WGMMA, "if (warpgroup == 1) pass_on();", ""),
+    Bug(WGMMA, "tickets + 1}", "tickets}"),
+    Bug(TASKS, "unsigned(num_tasks - 1)", "unsigned(num_tasks)"),
+    Bug(TASKS, "gridDim.x + atomicInc", "1 + gridDim.x + atomicInc"),
+    Bug(TASKS, "row < tile.num_rows ? 16 : 0", "16"),
     Bug("prefill_products.cuh", "chunk % 8 ^ row % 8", "chunk % 8"),
 )
 _STOP = "min(end, segment_end(first))"
