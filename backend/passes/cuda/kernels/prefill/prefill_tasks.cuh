@@ -71,7 +71,7 @@ struct TaskQueue {
     }
 };
 
-// load_queries, but bf16 is copied as it is, all at once.
+// load_queries, but bf16 is copied as it is, all at once; rows that do not exist become copies of the last one.
 __device__ __forceinline__ void copy_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int row_heads, int act, int kv_head, int thread) {
     if (act != 1) return load_queries<kLoadingThreads, 1>(target, tile, qkv, row_heads, act, kv_head, thread);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void copy_queries(unsigned char* target, const QueryT
         const int row = i / kChunks, chunk = i % kChunks;
         const long long head = tile.head(min(row, tile.num_rows - 1), row_heads, kv_head * tile.group);
         const void* source = static_cast<const Bf16*>(qkv) + head * HEAD_DIM + chunk * 8;
-        cp_async_16(target + query_place(row, chunk), source, row < tile.num_rows ? 16 : 0);
+        cp_async_16(target + query_place(row, chunk), source);
     }
     cp_async_commit();
     cp_async_wait<0>();
