@@ -167,7 +167,7 @@ struct Product {
 
     __device__ __forceinline__ void multiply(unsigned long long descriptor) {
         wgmma_fence();
-        wgmma_bf16_by_rows(sums, a, descriptor);
+        wgmma_by_rows(sums, a, descriptor);
         wgmma_commit();
     }
 };
@@ -175,7 +175,7 @@ struct Product {
 extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMap map, float* out) {
     Product product(map);
     if (!BUG) wgmma_fence();
-    wgmma_bf16_by_rows(product.sums, product.a, product.values());
+    wgmma_by_rows(product.sums, product.a, product.values());
     wgmma_commit();
     wgmma_wait<0>();
     out[threadIdx.x] = product.sums[0][0];
@@ -184,7 +184,7 @@ extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMa
 extern "C" __global__ void product_never_awaited(const __grid_constant__ TensorMap map, float* out) {
     Product product(map);
     wgmma_fence();
-    wgmma_bf16_by_rows(product.sums, product.a, product.values());
+    wgmma_by_rows(product.sums, product.a, product.values());
     if (!BUG) wgmma_commit();
     wgmma_wait<0>();
     out[threadIdx.x] = product.sums[0][0];

@@ -97,8 +97,8 @@ void fence_stores();
 void copy_box(void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier, Here here);
 
 // a: registers, or null for a_descriptor.
-void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor, uint64_t b_descriptor,
-           bool b_by_rows, bool adds, Here here);
+void wgmma(Number number, float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor,
+           uint64_t b_descriptor, bool b_by_rows, bool adds, Here here);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int allowed_groups);

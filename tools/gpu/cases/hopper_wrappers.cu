@@ -37,9 +37,9 @@ __device__ __forceinline__ void multiply_shared(const unsigned short* a, const u
     const unsigned long long second = matrix_descriptor(bs, 16, kGroupBytes) + 4;
     pin(acc);
     wgmma_fence();
-    wgmma_bf16(acc, first, second, true);
+    wgmma_shared(acc, first, second, true);
     wgmma_commit();
-    wgmma_bf16(twice, first, second, false);
+    wgmma_shared(twice, first, second, false);
     wgmma_commit();
     wgmma_wait<1>();
     pin(acc);
@@ -83,8 +83,8 @@ __device__ __forceinline__ void multiply_rows(const unsigned short* a, const uns
     const unsigned long long matrix = matrix_descriptor(values, kHalfBytes, kGroupBytes);
     pin(acc);
     wgmma_fence();
-    wgmma_bf16_by_rows(acc, as[0], matrix);
-    wgmma_bf16_by_rows(acc, as[1], matrix + 2 * kGroupBytes / 16);
+    wgmma_by_rows(acc, as[0], matrix);
+    wgmma_by_rows(acc, as[1], matrix + 2 * kGroupBytes / 16);
     wgmma_commit();
     wgmma_wait<0>();
     pin(acc);

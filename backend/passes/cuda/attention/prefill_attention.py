@@ -51,7 +51,8 @@ def kernels() -> Iterator[Kernel]:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim)
-    yield from map(_wgmma_kernel, HEAD_DIMS)
+                if kv_dtype != "fp32":
+                    yield _wgmma_kernel(kv_dtype, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,8 @@ class PrefillAttention:
             np.float32(self.softcap),
         )
         kernel = _attention(layout.kv_dtype, layout.head_dim, self.choices)
-        if self.has_wgmma and self.choices.uses_wgmma and layout.kv_dtype == "bf16":
-            kernel = _wgmma_kernel(layout.head_dim)
+        if self.has_wgmma and self.choices.uses_wgmma and layout.kv_dtype != "fp32":
+            kernel = _wgmma_kernel(layout.kv_dtype, layout.head_dim)
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)
         object.__setattr__(self, "_maps", {})
@@ -195,7 +196,7 @@ class PrefillAttention:
         )
 
     def _cache_argument(self, layer_cache: Tensor) -> Tensor | TensorMap:
-        if not self.kernel.needs_wgmma:
+        if not self.kernel.needs_wgmma or self.layout.kv_dtype != "bf16":
             return layer_cache
         address = layer_cache.data_ptr()
         found = self._maps.get(address)
@@ -279,10 +280,10 @@ def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS)
     return Kernel("prefill/prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
 
 
-def _wgmma_kernel(head_dim: int) -> Kernel:
+def _wgmma_kernel(kv_dtype: str, head_dim: int) -> Kernel:
     """Return the kernel with products of warpgroups."""
-    macros = (("KV_DTYPE", KV_MACRO["bf16"]), ("HEAD_DIM", head_dim))
-    shared_bytes = _wgmma_shared_bytes(head_dim)
+    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
+    shared_bytes = _wgmma_shared_bytes(kv_dtype, head_dim)
     source = "prefill/prefill_attention_wgmma.cu"
     return Kernel(source, "prefill_attention_wgmma", macros, 384, shared_bytes, needs_wgmma=True)
 
@@ -290,11 +291,14 @@ def _wgmma_kernel(head_dim: int) -> Kernel:
 _WGMMA_QUERY_ROWS = 128
 
 
-def _wgmma_shared_bytes(head_dim: int) -> int:
-    """Return the size of the kernel's struct Shared: queries of two tasks, or of one, a ring of 4 tiles with 9 barriers,
-    three barriers and a number for each task, the queries' positions, and a flag; a multiple of 8."""
+def _wgmma_shared_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Return the size of the kernel's struct Shared: queries of two tasks, or of one; a ring of tiles, which has two
+    barriers a tile and another one; quantised numbers of two tiles, with the scale of each 16; barriers, a number and
+    positions for each task; and a flag. A multiple of 8."""
     tile_tokens, num_tasks = (128, 2) if head_dim <= 128 else (64, 1)
+    ring_tiles = 3 if kv_dtype == "q8_0" and head_dim > 64 else 4
     row_bytes = 128 * -(-head_dim // 64)
+    item_bytes = tile_tokens * head_dim // 16 * {"bf16": 0, "q8_0": 16 + 4, "fp8": 16}[kv_dtype]
     task_bytes = _WGMMA_QUERY_ROWS * (row_bytes + 4) + 3 * 8 + 4
-    num_bytes = num_tasks * task_bytes + 4 * tile_tokens * row_bytes + 9 * 8 + 4
-    return -(-num_bytes // 8) * 8
+    ring_bytes = ring_tiles * (tile_tokens * row_bytes + 2 * 8) + 8
+    return -(-(num_tasks * task_bytes + ring_bytes + 2 * item_bytes + 4) // 8) * 8

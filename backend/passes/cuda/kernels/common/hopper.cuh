@@ -1,3 +1,5 @@
+// Macro: WGMMA_FP16, if products are of fp16 and not of bf16.
+//
 // Inline PTX that only sm_90a has, with an emulation of each instruction for the CPU like that of ptx.cuh: barriers in
 // shared memory, copies of boxes of a tensor (TMA), and matrix products of a warpgroup (wgmma).
 //
@@ -25,6 +27,11 @@ struct alignas(64) TensorMap {
 // Matrices in shared memory are passed as their descriptors: a [64, 16] as rows along k, b as rows along k too, one for
 // each column, or "by rows": one row along the columns for each k.
 
+#ifdef WGMMA_FP16
+#define WGMMA_TYPES "f16.f16"
+#else
+#define WGMMA_TYPES "bf16.bf16"
+#endif
 #define ACC8(i)                                                                                     \
     "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3]), "+f"(acc[(i) + 1][0]),      \
         "+f"(acc[(i) + 1][1]), "+f"(acc[(i) + 1][2]), "+f"(acc[(i) + 1][3])
@@ -39,46 +46,47 @@ struct alignas(64) TensorMap {
                  "%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // acc [64, 64 or 128] = a · b, plus acc if `adds`; a and b in shared memory.
-__device__ __forceinline__ void wgmma_bf16(float (&acc)[16][4], unsigned long long a, unsigned long long b, bool adds) {
+__device__ __forceinline__ void wgmma_shared(float (&acc)[16][4], unsigned long long a, unsigned long long b, bool adds) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
                  : ACC32(0), ACC32(8)
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
-__device__ __forceinline__ void wgmma_bf16(float (&acc)[8][4], unsigned long long a, unsigned long long b, bool adds) {
+__device__ __forceinline__ void wgmma_shared(float (&acc)[8][4], unsigned long long a, unsigned long long b, bool adds) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
                  : ACC32(0)
                  : "l"(a), "l"(b), "r"(int(adds)));
 }
 
 // acc [64, 64, 80, 96 or 128] += a · b, with a in registers and b by rows.
-__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[8][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32
+__device__ __forceinline__ void wgmma_by_rows(float (&acc)[8][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " {" REGISTERS_32
                  "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 1;"
                  : ACC32(0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[10][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" REGISTERS_40
+__device__ __forceinline__ void wgmma_by_rows(float (&acc)[10][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n80k16.f32." WGMMA_TYPES " {" REGISTERS_40
                  "}, {%40,%41,%42,%43}, %44, 1, 1, 1, 1;"
                  : ACC32(0), ACC8(8)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[12][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" REGISTERS_48
+__device__ __forceinline__ void wgmma_by_rows(float (&acc)[12][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." WGMMA_TYPES " {" REGISTERS_48
                  "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 1;"
                  : ACC32(0), ACC8(8), ACC8(10)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_bf16_by_rows(float (&acc)[16][4], const unsigned (&a)[4], unsigned long long b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64
+__device__ __forceinline__ void wgmma_by_rows(float (&acc)[16][4], const unsigned (&a)[4], unsigned long long b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " {" REGISTERS_64
                  "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;"
                  : ACC32(0), ACC32(8)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+#undef WGMMA_TYPES
 #undef ACC8
 #undef ACC32
 #undef REGISTERS_32
@@ -175,15 +183,20 @@ using cusim::TensorMap;
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) { return cusim::shared_offset(pointer); }
 
+#ifdef WGMMA_FP16
+constexpr cusim::Number kWgmmaNumber = cusim::Number::kFp16;
+#else
+constexpr cusim::Number kWgmmaNumber = cusim::Number::kBf16;
+#endif
 template <int N>
-inline void wgmma_bf16(float (&acc)[N][4], unsigned long long a, unsigned long long b, bool adds, CUSIM_HERE) {
+inline void wgmma_shared(float (&acc)[N][4], unsigned long long a, unsigned long long b, bool adds, CUSIM_HERE) {
     static_assert(N == 8 || N == 16);
-    cusim::wgmma(&acc[0][0], 8 * N, nullptr, a, b, false, adds, here);
+    cusim::wgmma(kWgmmaNumber, &acc[0][0], 8 * N, nullptr, a, b, false, adds, here);
 }
 template <int N>
-inline void wgmma_bf16_by_rows(float (&acc)[N][4], const unsigned (&a)[4], unsigned long long b, CUSIM_HERE) {
+inline void wgmma_by_rows(float (&acc)[N][4], const unsigned (&a)[4], unsigned long long b, CUSIM_HERE) {
     static_assert(N == 8 || N == 10 || N == 12 || N == 16);
-    cusim::wgmma(&acc[0][0], 8 * N, a, 0, b, true, true, here);
+    cusim::wgmma(kWgmmaNumber, &acc[0][0], 8 * N, a, 0, b, true, true, here);
 }
 inline void wgmma_fence() { cusim::wgmma_fence(); }
 inline void wgmma_commit() { cusim::wgmma_commit(); }

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const Task task = task_of_block();
     const KeyRange range(step, task.tile, tile, window);
     Stream stream(shared + kQueryRows * (kChunks * 16 + 4),
-                  KvPlaces(layer, tile.pages, page_bits, range.begin, range.end));
+                  KvPlaces(layer, task, tile.pages, page_bits, range.begin, range.end));
 
     Sums sums;
     PerRow references, totals;

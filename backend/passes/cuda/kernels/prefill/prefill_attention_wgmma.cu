@@ -1,14 +1,17 @@
-// prefill_attention.cu for sm_90a: two warpgroups compute, each with 64 query rows, a ninth warp copies keys and values,
-// and three more load queries. A row's result has the same properties; its bits differ. After FlashAttention-3 (arXiv
+// prefill_attention.cu for sm_90a: two warpgroups compute, each with 64 query rows, a ninth warp takes tasks and copies
+// keys and values, and three more load queries; with a quantised cache the ninth loads queries, and three convert. A row's result has the same properties; its bits differ. After FlashAttention-3 (arXiv
 // 2407.08608).
 //
 // grid: as many blocks as run at once, or fewer; 384 threads. A block takes one task after another, and while it computes one,
 // keys, values and queries of the next arrive. A warpgroup starts the product of the next tile's keys, then that of a
 // tile's values, and takes the softmax of the next tile while the second one runs; warpgroups start products in turns.
 //
-// Macros: HEAD_DIM (64, 80, 96, 128 or 256), KV_DTYPE (1).
+// Macros: HEAD_DIM (64, 80, 96, 128 or 256), KV_DTYPE (bf16, or quantised and then multiplied as fp16).
 
 #define NUM_WARPGROUPS 2
+#if KV_DTYPE > 1
+#define WGMMA_FP16
+#endif
 #define QUERY_ROWS 128
 #define KEY_TOKENS (HEAD_DIM <= 128 ? 128 : 64)
 
@@ -22,6 +25,10 @@ constexpr int kGroupBytes = 8 * 128;  // of 8 rows
 
 struct Shared {
     unsigned char queries[kTaskSlots][kQueryBytes];
+#if KV_DTYPE > 1
+    unsigned char items[QuantisedTiles::Items::kBytes];
+    static_assert(sizeof(items) % 1024 == 0, "tiles follow");
+#endif
     Ring ring;
     TaskQueue tasks;
     int positions[kTaskSlots][kQueryRows];
@@ -37,7 +44,7 @@ __device__ __forceinline__ void start_scores(Scores& scores, const unsigned char
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         const int column_bytes = step % 4 * 32;
-        wgmma_bf16(scores[0], a + (step / 4 * kQueryRows * 128 + column_bytes) / 16,
+        wgmma_shared(scores[0], a + (step / 4 * kQueryRows * 128 + column_bytes) / 16,
                    b + (step / 4 * kHalfBytes + column_bytes) / 16, step > 0);
     }
     wgmma_commit();
@@ -51,10 +58,10 @@ __device__ __forceinline__ void start_sums(Sums& sums, const Weights& weights, c
         const unsigned long long of_step = b + step * 16 * 128 / 16;
 #if HEAD_DIM == 256
         using Half = float[16][4];
-        wgmma_bf16_by_rows(*reinterpret_cast<Half*>(&sums[0][0]), weights[0][step], of_step);
-        wgmma_bf16_by_rows(*reinterpret_cast<Half*>(&sums[0][16]), weights[0][step], of_step + 2 * kHalfBytes / 16);
+        wgmma_by_rows(*reinterpret_cast<Half*>(&sums[0][0]), weights[0][step], of_step);
+        wgmma_by_rows(*reinterpret_cast<Half*>(&sums[0][16]), weights[0][step], of_step + 2 * kHalfBytes / 16);
 #else
-        wgmma_bf16_by_rows(sums[0], weights[0][step], of_step);
+        wgmma_by_rows(sums[0], weights[0][step], of_step);
 #endif
     }
     wgmma_commit();
@@ -126,10 +133,16 @@ struct Turns {
     __device__ __forceinline__ void pass_on() const { arrive_some<kThreads>(kFirstBarrier + 1 - warpgroup); }
 };
 
-// As prefill_attention, but cache is the map of this layer's pages in boxes [page size, 64], and tickets begin with a
+#if KV_DTYPE == 1
+#define CACHE const __grid_constant__ TensorMap  // of this layer's pages, in boxes [page size, 64]
+#else
+#define CACHE unsigned char*
+#endif
+
+// As prefill_attention, but tickets begin with a
 // counter of tasks. A task is a tile and a kv head; tasks of a tile follow each other. num_tasks: at least the blocks.
 extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
-    prefill_attention_wgmma(void* out, const void* qkv, const __grid_constant__ TensorMap cache, const int* page_table,
+    prefill_attention_wgmma(void* out, const void* qkv, CACHE cache, const int* page_table,
                             const int* context_lens, const int* query_starts, const int* slots, const int* tiles,
                             const float* sinks, float* merged_sums, float2* merged_peaks, float* part_sums,
                             float2* part_peaks, unsigned* tickets, int act, int row_heads, int max_pages, int page_bits,
@@ -147,20 +160,34 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     __syncthreads();
 
     if (threadIdx.x >= kThreads) {
-        keep_registers<40>();
-        if (threadIdx.x / 32 > kComputingWarps) {
-            shared.tasks.each([&](int slot, int number) {
+        keep_registers<56>();
+        const bool is_ninth = threadIdx.x / 32 == kComputingWarps;
+        const int thread = int(threadIdx.x) - kThreads - (is_ninth ? 0 : 32);
+        const auto load = [&](int slot, int number) {
+            const Task task = task_of(number, num_kv_heads);
+            const QueryTile<kQueryRows> tile(step, task.tile);
+#pragma unroll 1
+            for (int row = thread; row < kQueryRows; row += kLoadingThreads)
+                shared.positions[slot][row] = tile.position(row);
+            copy_queries(shared.queries[slot], tile, qkv, row_heads, act, task.kv_head, thread);
+        };
+        if (!is_ninth) {
+#if KV_DTYPE == 1
+            shared.tasks.each(true, load);
+#else
+            QuantisedTiles tiles_of_block{shared.ring, shared.items, thread};
+            shared.tasks.each(false, [&](int, int number) {
                 const Task task = task_of(number, num_kv_heads);
                 const QueryTile<kQueryRows> tile(step, task.tile);
-                const int thread = int(threadIdx.x) - kThreads - 32;
-#pragma unroll 1
-                for (int row = thread; row < kQueryRows; row += kLoadingThreads)
-                    shared.positions[slot][row] = tile.position(row);
-                copy_queries(shared.queries[slot], tile, qkv, row_heads, act, task.kv_head, thread);
+                const KeyRange range(step, task.tile, tile, window);
+                tiles_of_block.run(KvPlaces(cache, task, tile.pages, page_bits, range.begin, range.end));
             });
+#endif
             return;
         }
+#if KV_DTYPE == 1
         BoxCopies copies(shared.ring, cache, page_bits);
+#endif
         int number = int(blockIdx.x);
         for (int turn = 0;; ++turn, number = claim_task(tickets, num_tasks)) {
             // The tiles are those of a layer without a window.
@@ -168,15 +195,22 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                 return step.is_padding(tile) || (window > 0 && tiles[4 * tile + 2] > 0);
             };
             while (number < num_tasks && is_empty(number / num_kv_heads)) number = claim_task(tickets, num_tasks);
-            shared.tasks.post(turn, number < num_tasks ? number : -1);
-            if (number >= num_tasks) return;
+            const bool is_task = number < num_tasks;
+            shared.tasks.post(turn, is_task ? number : -1);
+#if KV_DTYPE == 1
+            if (!is_task) return;
             const Task task = task_of(number, num_kv_heads);
             const QueryTile<kQueryRows> tile(step, task.tile);
             const KeyRange range(step, task.tile, tile, window);
             copies.run(task, tile.pages, range.begin, range.end, tile.length);
+#else
+            if (is_task) load(turn % kTaskSlots, number);
+            shared.tasks.give(turn);
+            if (!is_task) return;
+#endif
         }
     }
-    take_registers<232>();
+    take_registers<224>();
     const float to_log2 = soft_cap > 0.0f ? kLog2E : scale * kLog2E;
     const SegmentWorkspace workspace{{merged_sums, merged_peaks}, {part_sums, part_peaks}, tickets + 1};
     const int warpgroup = __shfl_sync(kWholeWarp, int(threadIdx.x / 128), 0);

@@ -1,5 +1,5 @@
-// The stream of keys and values to shared memory for products of warpgroups: one warp starts copies of boxes, and the
-// others wait for whole tiles.
+// The stream of keys and values to shared memory for products of warpgroups: one warp starts copies of boxes, or three
+// copy quantised numbers and make them fp16, and the others wait for whole tiles.
 //
 // A tile has kHalves parts, each [kTokens, 64], with rows of 128 bytes that are swizzled. Tiles take the slots of a
 // ring in turn: the keys and then the values of the first tokens, then the next tokens'. So the tile with number n is in
@@ -13,11 +13,13 @@
 
 #include "common/hopper.cuh"
 #include "prefill/prefill_products.cuh"
+#include "prefill/prefill_quantised.cuh"
 
-constexpr int kSlots = 4;
+constexpr bool kIsQuantised = KV_DTYPE > 1;
+constexpr int kSlots = KV_DTYPE == 2 && HEAD_DIM > 64 ? 3 : 4;  // as many as shared memory has room for
 constexpr int kHalves = (HEAD_DIM + 63) / 64;
 constexpr int kHalfBytes = kTokens * 128, kTileBytes = kHalves * kHalfBytes;
-constexpr int kComputingWarps = kThreads / 32;
+constexpr int kComputingWarps = kThreads / 32, kConvertingWarps = 3;
 
 // In shared memory.
 struct Ring {
@@ -28,7 +30,7 @@ struct Ring {
 
     __device__ __forceinline__ void init() {
         for (int slot = 0; slot < kSlots; ++slot) {
-            barrier_init(&full[slot], 1);
+            barrier_init(&full[slot], kIsQuantised ? kConvertingWarps : 1);
             barrier_init(&empty[slot], kComputingWarps);
         }
         barrier_init(&unmasked, 1);
@@ -37,6 +39,11 @@ struct Ring {
 
     __device__ __forceinline__ const unsigned char* wait(int number) {
         barrier_wait(&full[number % kSlots], number / kSlots & 1);
+        return tiles[number % kSlots];
+    }
+    // Return the memory of a tile that the computing warps have used.
+    __device__ __forceinline__ unsigned char* reuse(int number) {
+        barrier_wait(&empty[number % kSlots], (number / kSlots & 1) ^ 1);
         return tiles[number % kSlots];
     }
     // Call in each computing warp after its last use of the tile.
@@ -94,10 +101,8 @@ struct BoxCopies {
 
     __device__ __forceinline__ void copy(int first, int half_page, bool masks) {
         const int slot = number % kSlots, lane = int(threadIdx.x & 31);
-        unsigned char* tile = ring.tiles[slot];
+        unsigned char* tile = ring.reuse(number++);
         Barrier* barrier = masks ? &ring.unmasked : &ring.full[slot];
-        barrier_wait(&ring.empty[slot], (number / kSlots & 1) ^ 1);
-        ++number;
         if (lane == 0) barrier_arrive_for_bytes(barrier, kTileBytes);
         __syncwarp();
         if (half < kHalves) {
@@ -118,3 +123,36 @@ struct BoxCopies {
         if (lane == 0) barrier_arrive(&ring.full[slot]);
     }
 };
+
+#if KV_DTYPE > 1
+// Brings keys and values of a quantised cache, copied one item ahead.
+struct QuantisedTiles {
+    using Items = QuantisedItems<32 * kConvertingWarps, kTokens, 1>;
+
+    Ring& ring;
+    unsigned char* shared;  // Items::kBytes
+    int thread;             // of the converting warps
+    int number = 0;         // of the next tile
+
+    // Bring all tiles with positions that `places` finds. All converting warps call.
+    __device__ __forceinline__ void run(const KvPlaces& places) {
+        Items items{shared, places, thread};
+        const int begin = places.begin / kTokens * kTokens;
+        items.copy(kKeys, begin);
+        items.copy(kValues, begin);
+#pragma unroll 1
+        for (int i = 0; begin + i / 2 * kTokens < places.end; ++i, ++number) {
+            unsigned char* tile = ring.reuse(number);
+            cp_async_wait<1>();
+            items.convert(i & 1, [&](int row, int chunk) {
+                return tile + chunk / 8 * kHalfBytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+            });
+            fence_stores();
+            __syncwarp();
+            if ((threadIdx.x & 31) == 0) barrier_arrive(&ring.full[number % kSlots]);
+            items.copy(i & 1, begin + (i / 2 + 1) * kTokens);
+        }
+        cp_async_wait<0>();
+    }
+};
+#endif

@@ -8,7 +8,7 @@
 #include "prefill/prefill_ring.cuh"
 
 constexpr int kTaskSlots = HEAD_DIM <= 128 ? 2 : 1;  // as many as shared memory holds queries of
-constexpr int kLoadingThreads = 96;
+constexpr int kLoadingThreads = kIsQuantised ? 32 : 96;
 constexpr int kQueryBytes = kQueryRows * kHalves * 128;  // swizzled in rows of 128 bytes, like tiles
 
 __device__ __forceinline__ Task task_of(int number, int num_kv_heads) {
@@ -44,19 +44,25 @@ struct TaskQueue {
         barrier_arrive(&posted[slot]);
     }
 
-    // Call load(slot, number) for each task. All loading warps call.
-    template <class F> __device__ __forceinline__ void each(const F& load) {
-        pass_through(posted, loaded, [&](int slot, int number) {
-            load(slot, number);
-            fence_stores();
-        });
+    // Call work(slot, number) for each task. All warps beside the one that posts and the computing ones call. is_loading:
+    // the work is to load queries.
+    template <class F> __device__ __forceinline__ void each(bool is_loading, const F& work) {
+        pass_through(posted, is_loading ? loaded : nullptr, work);
     }
+    // Queries of the turn's task have come. A loading warp calls.
+    __device__ __forceinline__ void give(int turn) { arrive(&loaded[turn % kTaskSlots]); }
     // Call compute(slot, number) for each task whose queries have come. All computing warps call.
     template <class F> __device__ __forceinline__ void each_loaded(const F& compute) {
         pass_through(loaded, empty, compute);
     }
 
   private:
+    __device__ __forceinline__ void arrive(Barrier* barrier) {
+        fence_stores();
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+    }
+
     template <class F>
     __device__ __forceinline__ void pass_through(Barrier* before, Barrier* after, const F& work) {
         for (int turn = 0;; ++turn) {
@@ -64,24 +70,33 @@ struct TaskQueue {
             barrier_wait(&before[slot], turn / kTaskSlots & 1);
             const int number = __shfl_sync(kWholeWarp, numbers[slot], 0);
             if (number >= 0) work(slot, number);
-            __syncwarp();
-            if ((threadIdx.x & 31) == 0) barrier_arrive(&after[slot]);
+            if (after != nullptr) arrive(&after[slot]);
             if (number < 0) return;
         }
     }
 };
 
-// load_queries, but bf16 is copied as it is, all at once; rows that do not exist become copies of the last one.
+// load_queries, but numbers of 16 bits are copied all at once, and then converted where they lie, unless they need no
+// conversion. Rows that do not exist become copies of the last one.
 __device__ __forceinline__ void copy_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
                                              int row_heads, int act, int kv_head, int thread) {
-    if (act != 1) return load_queries<kLoadingThreads, 1>(target, tile, qkv, row_heads, act, kv_head, thread);
+    if (act == 0) return load_queries<kLoadingThreads, 1>(target, tile, qkv, row_heads, act, kv_head, thread);
 #pragma unroll 1
     for (int i = thread; i < kQueryRows * kChunks; i += kLoadingThreads) {
         const int row = i / kChunks, chunk = i % kChunks;
         const long long head = tile.head(min(row, tile.num_rows - 1), row_heads, kv_head * tile.group);
-        const void* source = static_cast<const Bf16*>(qkv) + head * HEAD_DIM + chunk * 8;
+        const void* source = static_cast<const unsigned short*>(qkv) + head * HEAD_DIM + chunk * 8;
         cp_async_16(target + query_place(row, chunk), source);
     }
     cp_async_commit();
     cp_async_wait<0>();
+    if (act == (kIsQuantised ? 2 : 1)) return;
+#pragma unroll 1
+    for (int i = thread; i < kQueryRows * kChunks; i += kLoadingThreads) {
+        unsigned char* place = target + query_place(i / kChunks, i % kChunks);
+        float x[8];
+        if (kIsQuantised) load8(reinterpret_cast<const Bf16*>(place), x);
+        else load8(reinterpret_cast<const Fp16*>(place), x);
+        store8(reinterpret_cast<Factor*>(place), x);
+    }
 }

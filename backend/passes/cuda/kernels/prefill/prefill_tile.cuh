@@ -105,11 +105,12 @@ struct KvPlaces {
     int begin, end;
     int pages, next_pages;  // of the lane's run in the span of 512 tokens that copies have reached, and in the next one
 
-    __device__ __forceinline__ KvPlaces(unsigned char* layer, const int* table, int page_bits, int begin, int end)
+    __device__ __forceinline__ KvPlaces(unsigned char* layer, const Task& task, const int* table, int page_bits,
+                                        int begin, int end)
         : table(table), page_bits(page_bits), begin(begin), end(end) {
-        const int num_kv_heads = int(gridDim.x), page_size = 1 << page_bits;
-        const KvBlock keys(layer, 0, 0, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
-        const KvBlock values(layer, 0, 1, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
+        const int page_size = 1 << page_bits;
+        const KvBlock keys(layer, 0, 0, task.kv_head, task.num_kv_heads, page_size, HEAD_DIM);
+        const KvBlock values(layer, 0, 1, task.kv_head, task.num_kv_heads, page_size, HEAD_DIM);
         first = reinterpret_cast<const unsigned char*>(keys.numbers);
         half_page_bytes = int(reinterpret_cast<const unsigned char*>(values.numbers) - first);
         pages = find_pages(begin / kSpan * kSpan);

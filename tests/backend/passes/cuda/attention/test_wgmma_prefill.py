@@ -56,9 +56,9 @@ def test_the_compiler_lets_products_overlap_and_warpgroups_change_their_register
     assert "setmaxnreg" not in log
 
 
-def test_only_bf16_caches_use_warpgroups() -> None:
+def test_all_caches_but_fp32_use_warpgroups() -> None:
     needs = {dtype: attention_of(128, dtype, has_wgmma=True).kernel.needs_wgmma for dtype in KV_MACRO}
-    assert [dtype for dtype, is_needed in needs.items() if is_needed] == ["bf16"]
+    assert [dtype for dtype, is_needed in needs.items() if is_needed] == ["bf16", "q8_0", "fp8"]
     assert not attention_of(128, has_wgmma=False).kernel.needs_wgmma
 
 
