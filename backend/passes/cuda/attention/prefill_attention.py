@@ -51,7 +51,7 @@ def kernels() -> Iterator[Kernel]:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim)
-                if kv_dtype != "fp32":
+                if _has_wgmma_kernel(kv_dtype, head_dim):
                     yield _wgmma_kernel(kv_dtype, head_dim)
 
 
@@ -90,7 +90,7 @@ class PrefillAttention:
             np.float32(self.softcap),
         )
         kernel = _attention(layout.kv_dtype, layout.head_dim, self.choices)
-        if self.has_wgmma and self.choices.uses_wgmma and layout.kv_dtype != "fp32":
+        if self.has_wgmma and self.choices.uses_wgmma and _has_wgmma_kernel(layout.kv_dtype, layout.head_dim):
             kernel = _wgmma_kernel(layout.kv_dtype, layout.head_dim)
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)
@@ -278,6 +278,11 @@ def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS)
     if kv_dtype == "fp32":
         return Kernel("prefill/prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
     return Kernel("prefill/prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
+
+
+def _has_wgmma_kernel(kv_dtype: str, head_dim: int) -> bool:
+    """Beside heads of 256 there are not enough registers to convert quantised numbers without spills."""
+    return kv_dtype == "bf16" or (kv_dtype != "fp32" and head_dim <= 128)
 
 
 def _wgmma_kernel(kv_dtype: str, head_dim: int) -> Kernel:

@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
     __syncthreads();
 
     if (threadIdx.x >= kThreads) {
-        keep_registers<56>();
+        keep_registers<(HEAD_DIM == 256 ? 40 : 56)>();
         const bool is_ninth = threadIdx.x / 32 == kComputingWarps;
         const int thread = int(threadIdx.x) - kThreads - (is_ninth ? 0 : 32);
         const auto load = [&](int slot, int number) {
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
 #endif
         }
     }
-    take_registers<224>();
+    take_registers<(HEAD_DIM == 256 ? 232 : 224)>();
     const float to_log2 = soft_cap > 0.0f ? kLog2E : scale * kLog2E;
     const SegmentWorkspace workspace{{merged_sums, merged_peaks}, {part_sums, part_peaks}, tickets + 1};
     const int warpgroup = __shfl_sync(kWholeWarp, int(threadIdx.x / 128), 0);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
+from penstock.backend.passes.cuda.attention import prefill_attention
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import Launcher
@@ -25,10 +25,12 @@ def attention(head_dim: int = 64, *, group: int = 2, page_size: int = 16, window
     return attention_of(head_dim, group=group, page_size=page_size, window=window, has_wgmma=True)
 
 
-def check(attention: PrefillAttention, rows: list[Row], launcher: Launcher = FAST) -> torch.Tensor:
-    step = prepare(attention, rows)
+def check(
+    attention: PrefillAttention, rows: list[Row], launcher: Launcher = FAST, act: torch.dtype | None = None
+) -> torch.Tensor:
+    step = prepare(attention, rows, act)
     out = run(attention, step, launcher)
-    assert prefill.error_of(attention, step, out) <= TOLERANCE["bf16"]
+    assert prefill.error_of(attention, step, out) <= TOLERANCE["bf16" if act else attention.layout.kv_dtype]
     return out
 
 
@@ -46,19 +48,20 @@ def test_the_assembler_accepts_every_wrapper() -> None:
         assert report.spill_bytes == 0
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_compiler_lets_products_overlap_and_warpgroups_change_their_registers(head_dim: int) -> None:
+def test_the_compiler_lets_products_overlap_and_warpgroups_change_their_registers() -> None:
     """ptxas says if it makes products wait for each other, or ignores setmaxnreg."""
-    report = nvrtc.compile_kernel(attention(head_dim).kernel, "sm_90a")
-    assert report.spill_bytes == 0
-    log = report.log
-    assert "serialized" not in log
-    assert "setmaxnreg" not in log
+    kernels = [kernel for kernel in prefill_attention.kernels() if kernel.needs_wgmma]
+    assert len(kernels) == 5 + 3 + 4  # bf16, q8_0, fp8
+    for report in nvrtc.compile_kernels(kernels, "sm_90a"):
+        assert report.spill_bytes == 0
+        assert "serialized" not in report.log
+        assert "setmaxnreg" not in report.log
 
 
-def test_all_caches_but_fp32_use_warpgroups() -> None:
-    needs = {dtype: attention_of(128, dtype, has_wgmma=True).kernel.needs_wgmma for dtype in KV_MACRO}
-    assert [dtype for dtype, is_needed in needs.items() if is_needed] == ["bf16", "q8_0", "fp8"]
+def test_caches_of_16_and_8_bits_use_warpgroups() -> None:
+    for head_dim, dtypes in ((128, ["bf16", "q8_0", "fp8"]), (256, ["bf16"])):
+        needs = {dtype: attention_of(head_dim, dtype, has_wgmma=True).kernel.needs_wgmma for dtype in KV_MACRO}
+        assert [dtype for dtype, is_needed in needs.items() if is_needed] == dtypes
     assert not attention_of(128, has_wgmma=False).kernel.needs_wgmma
 
 
@@ -72,6 +75,15 @@ def test_lengths_and_histories_around_page_and_tile_edges_equal_float64(head_dim
 @pytest.mark.parametrize("group", [3, 4, 7, 16])
 def test_groups_of_any_size_equal_float64(group: int) -> None:
     check(attention(group=group), rows_of((0, 1), (30, 2), (117, 40)))
+
+
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [("q8_0", 64), ("q8_0", 96), ("q8_0", 128), ("fp8", 80), ("fp8", 128)])
+def test_quantised_caches_equal_float64(kv_dtype: str, head_dim: int) -> None:
+    """Queries in fp16, and in bf16 and fp32, which are converted; none of the rest of the pages is read."""
+    quantised = attention_of(head_dim, kv_dtype, kv_heads=2, group=3, page_size=32, has_wgmma=True)
+    for act in (None, torch.bfloat16, torch.float32):
+        check(quantised, rows_of((0, 1), (130, 60), (0, 140)), act=act)
+    prefill.check_segments(REVERSE, attention_of(head_dim, kv_dtype, group=3, window=0, has_wgmma=True), ((4095, 3),))
 
 
 @pytest.mark.parametrize("window", [1, 65, 128, 200])
@@ -137,6 +149,8 @@ def test_warpgroups_have_no_races_and_stay_in_bounds(launcher: Launcher) -> None
     check(attention(64, group=3, window=20), rows_of((150, 9), (0, 20)), launcher)
     check(attention(96, group=16), rows_of((3, 20), (0, 9), (130, 2)), launcher)
     check(attention(256, group=3), rows_of((70, 50), (0, 1)), launcher)
+    check(attention_of(128, "q8_0", group=1, has_wgmma=True), rows_of((300, 30)), launcher)
+    check(attention_of(96, "fp8", window=20, has_wgmma=True), rows_of((150, 9), (0, 20)), launcher)
     segments = attention(64, group=1, page_size=64)
     step = prepare(segments, [Row(2040, 10)])
     assert torch.equal(
