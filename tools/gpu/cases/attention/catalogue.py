@@ -84,6 +84,8 @@ def small_wgmma_checks() -> Iterator[Check]:
     shapes = ((0, 1), (40, 1), (0, 33), (170, 80))
     yield _prefill("bf16", 128, 4, 32, shapes, repeats=3, has_wgmma=True)
     yield _prefill("bf16", 64, 7, 16, shapes, window=70, softcap=3.0, has_wgmma=True)
+    for kv_dtype, head_dim in (("bf16", 80), ("bf16", 256), ("q8_0", 96), ("q8_0", 128), ("fp8", 128)):
+        yield _prefill(kv_dtype, head_dim, 3, 32, shapes, has_wgmma=True)
     yield check_of("wgmma", "cut", _prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True)
 
 

@@ -55,6 +55,8 @@ def _experts() -> Iterator[Check]:
         gpt_oss = Experts(8, 4, 736, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0))
         clamped = ExpertsCase(gpt_oss, 1440, 60, dtype)
         yield check_of("experts", f"clamped.{name}", experts.check_experts, case=clamped)
+    grouped = ExpertsCase(Experts(128, 8, 256, normalises=True), 2048, 200, _BF16, grouped_rows=200)
+    yield check_of("experts", "grouped", experts.check_experts, case=grouped)
     for count, per_token in ((1, 1), (60, 4), (128, 8), (513, 3)):
         yield check_of("experts", f"routes.{count}", experts.check_routes, num_experts=count, per_token=per_token)
     yield check_of("experts", "groups", experts.check_large_groups, num_tokens=20_000)
