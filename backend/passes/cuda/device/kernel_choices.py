@@ -58,6 +58,9 @@ class KernelChoices:
     grouped_rows: int = 0
     """Fewest rows whose bf16 experts are grouped products of torch, which allocate memory; 0: none. More than a captured
     decode step has."""
+    claimed_products: int = 0
+    """1: in steps of up to four rows blocks claim tiles of gate and up, and of logits; 0: a block for each. The same
+    bits."""
     whole_products: int = 0
     """1: with --deterministic a product has all rows at once, where the GPU was found to give each row the bits that it
     has alone; 0: blocks of rows."""
@@ -118,6 +121,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "quantised_rows": (16, 24, 32, 40, 48, 64),
     "rounded_rows": (17, 33, 65, 129, 257),
     "grouped_rows": (0, 257, 513, 1025, 2049),
+    "claimed_products": (0, 1),
     "whole_products": (0, 1),
 }
 

@@ -38,6 +38,8 @@ _CLAIMING_ROWS = 8
 """kStreamRows of kernels whose blocks claim tiles."""
 _SUMS_BYTES = 2 * 8 * _CLAIMING_ROWS * (16 + 4) * 4
 """Their sums of two tiles: warps, rows, outputs and a gap, fp32."""
+CLAIMING_BLOCKS = 2
+"""Of a multiprocessor."""
 _CHUNKS_AHEAD = 5
 """Chunks of each warp that are under way; such a kernel needs as many of a tile's."""
 _FEW_OUTPUTS = 4096

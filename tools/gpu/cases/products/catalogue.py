@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -84,5 +85,8 @@ def _row_products() -> Iterator[Check]:
     for name, case in (row_products.CASES | row_products.STORED | {"wide": row_products.WIDE, "8b": of_8b}).items():
         for check in row_products.CHECKS:
             yield check_of("rows", f"{name}.{check.__name__}", check, case=case)
+    claimed = row_products.CLAIMED | {"8b": replace(of_8b, num_rows=4)}
+    for name, case in claimed.items():
+        yield check_of("rows", f"claims.{name}", row_products.check_claims, case=case)
     for kv_dtype in KV_MACRO:
         yield check_of("rows", f"store.{kv_dtype}", row_products.check_store, case=row_products.small_case(kv_dtype))

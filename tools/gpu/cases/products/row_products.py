@@ -228,14 +228,14 @@ def check_claims(launcher: Launcher, case: RowCase) -> None:
         return tuple(outs)
 
     expected = run(0)
-    for num_blocks in (1, 3, 4, 100):
+    for num_blocks in (1, 4, 100):
         for found, same in zip(run(num_blocks), expected, strict=True):
             require_same_bits(f"from {num_blocks} blocks", found, same)
 
 
 CLAIMED = {
     form or "bf16": RowCase(hidden, 88, rows, has_bias=True, scale=0.5, form=form)
-    for form, hidden, rows in ((None, 1304, 4), ("int8", 2568, 1), ("fp8-128", 2568, 2))
+    for form, hidden, rows in ((None, 1304, 4), ("fp8-128", 2568, 1))
 }
 """Inputs that do not fill the last chunk, and outputs that do not fill the last tile, of six or twelve."""
 CHECKS = (check_add, check_gate, check_multiply, check_store)
