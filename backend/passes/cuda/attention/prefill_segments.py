@@ -40,8 +40,8 @@ class PrefillWorkspace:
     part_peaks: Tensor
     """[max_parts, num_kv_heads, rows of a tile, 2]."""
     tickets: Tensor
-    """int32 [1 + max_parts * num_kv_heads]: counters, 0 between launches. The wgmma kernel counts tasks in the first, and
-    finished segments of each tile and head in the others; the other kernel counts segments from the first on."""
+    """int32 [1 + max_parts * num_kv_heads]: counters, 0 between launches. With wgmma the first counts tasks, and the
+    others finished segments of each tile and head; else segments are counted from the first on."""
 
 
 class WorkspaceSizes(NamedTuple):

@@ -56,8 +56,8 @@ class KernelChoices:
     """Fewest rows that get 8 bits, where a checkpoint or --quantize fp8 asks for it. 257 is more than a captured step
     has: not measured is whether a library allocates memory for such products while a step is captured."""
     grouped_rows: int = 0
-    """Fewest rows whose bf16 experts are grouped products of torch, which allocate memory; 0: none. More than a captured
-    decode step has."""
+    """Fewest rows whose bf16 experts are grouped products of torch; 0: none. More than a captured decode step has: the
+    library allocates memory."""
     claimed_products: int = 0
     """1: in steps of up to four rows blocks claim tiles of gate and up, and of logits; 0: a block for each. The same
     bits."""

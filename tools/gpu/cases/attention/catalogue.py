@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
-from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
+from penstock.backend.passes.cuda.attention.encoder_attention import PUBLISHED_HEAD_DIMS
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
@@ -104,7 +104,7 @@ def _segments(kv_dtype: str, *, has_wgmma: bool = False) -> Iterator[Check]:
 def encoder_checks() -> Iterator[Check]:
     """Yield the wide checks of encoders' attention."""
     for dtype, name in ENCODER_DTYPES.items():
-        for head_dim in ENCODER_HEAD_DIMS:
+        for head_dim in (*PUBLISHED_HEAD_DIMS, 24, 72):
             plain = EncoderCase(head_dim, dtype, (1, 17, 128, 129, 600))
             local = EncoderCase(head_dim, dtype, (63, 64, 65, 300), window=head_dim)
             biased = EncoderCase(head_dim, dtype, (1, 40, 200), has_bias=True)

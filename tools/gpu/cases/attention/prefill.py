@@ -119,10 +119,8 @@ def widened(step: PagedRows) -> PagedRows:
 
 def one_block_tiles(attention: PrefillAttention, step: PagedRows) -> NDArray[np.int32]:
     """Return the step's tiles with one block for all segments of each."""
-    layout, arrays = attention.layout, step.arrays
-    tile_rows = attention.tile_rows
-    starts, contexts = arrays.query_starts.numpy(), arrays.context_lens.numpy()
-    return whole_tiles(cut_tiles(starts, contexts, step.heads.group, tile_rows))
+    starts, contexts = step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy()
+    return whole_tiles(cut_tiles(starts, contexts, step.heads.group, attention.tile_rows))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -24,8 +24,8 @@ constexpr int kQueryRows = QUERY_ROWS;
 constexpr int kWarpRows = kQueryRows / (kThreads / 32);
 constexpr int kWarpBlocks = kWarpRows / 16;
 constexpr int kTokens = KEY_TOKENS;  // of a tile of keys or values
-constexpr int kSteps = HEAD_DIM / 16;  // of a product over a head's values
-constexpr int kChunks = HEAD_DIM / 8;  // 16-byte chunks of a head's 16-bit values
+constexpr int kSteps = (HEAD_DIM + 15) / 16;  // of a product over a head's values
+constexpr int kChunks = 2 * kSteps;  // 16-byte chunks of a head's 16-bit values; an odd head has a chunk of zeros
 constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow
 
 #if KV_DTYPE == 1
@@ -90,14 +90,16 @@ __device__ __forceinline__ void load_queries_of(unsigned char* target, const Que
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {  // no branch, so that the loads do not wait for each other
             const int i = first + n * THREADS, row = min(i / kChunks, tile.num_rows - 1);
-            load8(qkv + tile.head(row, row_heads, first_head) * HEAD_DIM + i % kChunks * 8, x[n]);
+            const int place = min(i % kChunks * 8, HEAD_DIM - 8);
+            load8(qkv + tile.head(row, row_heads, first_head) * HEAD_DIM + place, x[n]);
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
             const int i = first + n * THREADS, row = i / kChunks;
             if (i >= kAll) break;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) x[n][e] = row < tile.num_rows ? x[n][e] : 0.0f;
+            for (int e = 0; e < 8; ++e)
+                x[n][e] = row < tile.num_rows && i % kChunks * 8 < HEAD_DIM ? x[n][e] : 0.0f;
             store8(reinterpret_cast<Factor*>(target + query_place(row, i % kChunks)), x[n]);
         }
     }
@@ -240,7 +242,7 @@ __device__ __forceinline__ void store_outputs(void* out, const Task& task, const
             const float factor = 1.0f / sum_with_sink(references[block][half] * to_log2, total, sink);
             const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < HEAD_DIM / 8; ++c) {
                 store_pair(out, start + c * 8, act, sums[block][c][2 * half] * factor,
                            sums[block][c][2 * half + 1] * factor);
             }

@@ -169,7 +169,7 @@ constexpr int kKeys = 0, kValues = 1;
 // which other positions are 0. Shared memory holds SLOTS tiles; copies of up to SLOTS - 1 tiles run ahead of the tile in
 // use.
 template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
-    static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
+    static constexpr int kRowChunks = HEAD_DIM * int(sizeof(Kv)) / 16, kChunks = (kRowChunks + 1) / 2 * 2;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
 
     unsigned char* shared;
@@ -207,7 +207,7 @@ template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
                 if (TOKENS * kChunks % THREADS != 0 && chunk_index >= TOKENS * kChunks) break;
                 const unsigned row = chunk_index / kChunks, chunk = chunk_index % kChunks;
                 const int position = first + int(row);
-                const bool exists = position >= places.begin && position < places.end;
+                const bool exists = position >= places.begin && position < places.end && chunk < kRowChunks;
                 const unsigned char* source = places.numbers(position, which) + chunk * 16;
                 cp_async_16(tile + swizzled<kChunks>(row, chunk) * 16, source, exists ? 16 : 0);
             }
