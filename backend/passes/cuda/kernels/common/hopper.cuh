@@ -111,6 +111,13 @@ template <int N> __device__ __forceinline__ void pin(float (&acc)[N][4]) {
     }
 }
 
+// Compute x, which is never negative, before waits that follow: ptxas moves them before all that does not need them, but
+// not before a store.
+__device__ __forceinline__ void finish_before(float x) {
+    asm volatile("{ .reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0; }" ::"f"(x), "r"(0)
+                 : "memory");
+}
+
 // ---- Registers ----
 // A warpgroup keeps N registers a thread, a multiple of 8, and gives back the others; or it takes more, until it has N.
 // All its threads call together.
@@ -202,6 +209,7 @@ inline void wgmma_fence() { cusim::wgmma_fence(); }
 inline void wgmma_commit() { cusim::wgmma_commit(); }
 template <int N> inline void wgmma_wait() { cusim::wgmma_wait(N); }
 template <int N> inline void pin(float (&)[N][4]) {}
+inline void finish_before(float) {}
 
 template <int N> inline void keep_registers() {
     static_assert(N % 8 == 0 && N >= 24 && N <= 256);

@@ -271,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 128, 1)
                     mask_scores(first + kTokens);
                     PerRow shrinks;
                     exponentiate(scores, references, totals, shrinks, to_log2);
+                    finish_before(totals[0][0] + totals[0][1]);  // the softmax
                     wgmma_wait<0>();
                     pin(sums[0]);
                     shared.ring.release(number + 1);

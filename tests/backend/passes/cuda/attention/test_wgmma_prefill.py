@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 
-from penstock.backend.passes.cuda.attention import prefill_attention
 from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention
 from penstock.backend.passes.cuda.device import nvrtc
 from penstock.backend.passes.cuda.device.launcher import Launcher
@@ -14,6 +15,7 @@ from penstock.tools.gpu.cases.attention import prefill
 from penstock.tools.gpu.cases.attention.paged_rows import STEEP_TOLERANCE, Row
 from penstock.tools.gpu.cases.attention.prefill import TOLERANCE, attention_of, prepare, rows_of, run
 from penstock.tools.gpu.cases.ptx_wrappers import HOPPER_SOURCE, HOPPER_WRAPPERS, hopper_kernel
+from tests.backend.passes.cuda.kernels import sass
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -48,14 +50,26 @@ def test_the_assembler_accepts_every_wrapper() -> None:
         assert report.spill_bytes == 0
 
 
-def test_the_compiler_lets_products_overlap_and_warpgroups_change_their_registers() -> None:
+@pytest.mark.skipif(sass.find_nvdisasm() is None, reason="nvdisasm is not installed")
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_machine_code_takes_the_softmax_between_turns_and_the_wait_for_the_sums(kv_dtype: str) -> None:
     """ptxas says if it makes products wait for each other, or ignores setmaxnreg."""
-    kernels = [kernel for kernel in prefill_attention.kernels() if kernel.needs_wgmma]
-    assert len(kernels) == 5 + 3 + 4  # bf16, q8_0, fp8
-    for report in nvrtc.compile_kernels(kernels, "sm_90a"):
-        assert report.spill_bytes == 0
-        assert "serialized" not in report.log
-        assert "setmaxnreg" not in report.log
+    kernel = attention_of(128, kv_dtype, has_wgmma=True).kernel
+    report = nvrtc.compile_kernel(kernel, "sm_90a")
+    assert report.spill_bytes == 0
+    assert "serialized" not in report.log
+    assert "setmaxnreg" not in report.log
+    tile = sass.disassemble(report.cubin)[kernel.entry].loop_of("HGMMA", share=0.5)
+    assert tile is not None
+    waits = {"WARPGROUP.DEPBAR.LE gsb0, 0x1": "scores", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "sums"}
+    steps = {"BAR.SYNC.DEFER_BLOCKING": "take", "BAR.ARV": "pass", "MUFU.EX2": "exp"}
+    order = [
+        waits.get(f"{each.opcode} {each.operands}") or steps.get(each.opcode) or each.name
+        for each in tile.path
+        if each.name in ("BAR", "HGMMA", "MUFU", "F2FP") or each.opcode.startswith("WARPGROUP.DEPBAR")
+    ]
+    order = [name for name, _ in groupby(name for name in order if name != "MUFU")]
+    assert order == ["take", "HGMMA", "pass", "scores", "exp", "sums", "F2FP"]
 
 
 def test_caches_of_16_and_8_bits_use_warpgroups() -> None:
