@@ -28,7 +28,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
     whole_tiles,
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, TensorMap, int32
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import supports_q8_0
@@ -171,7 +171,8 @@ class PrefillAttention:
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
         num_kv_heads, num_tiles = self.layout.num_kv_heads, tiles.numel() // 4
-        grid, counts = (num_kv_heads, num_tiles, 1), ()
+        grid: Grid = (num_kv_heads, num_tiles, 1)
+        counts: tuple[np.int32, ...] = ()
         if self.kernel.needs_wgmma:
             num_tasks = num_kv_heads * num_tiles
             grid, counts = (min(self.num_sms, num_tasks), 1, 1), (int32(num_kv_heads), int32(num_tasks))
