@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 97_885
+MAX_PRODUCT_LINES = 97_895
 MAX_LABORATORY_LINES = 20_165
 MAX_DOC_WORDS = 78_640
 MIN_ENTRIES, MAX_MODULES = 4, 12
