@@ -63,7 +63,8 @@ class StateCheckpoints:
     def is_coming(self, sequence: Sequence, num_pages: int) -> bool:
         """Whether a running sequence will keep the state after so many pages, or still can."""
         num_tokens = num_pages * self._page_size
-        return bool(self.pool.num_pages) and (num_tokens > sequence.num_computed or num_tokens in sequence.kv.saving)
+        known_end = max(sequence.num_computed, sequence.kv.drafts_end)
+        return bool(self.pool.num_pages) and (num_tokens > known_end or num_tokens in sequence.kv.saving)
 
     def expect(self, sequence: Sequence, num_pages: int) -> None:
         """Let a running sequence keep a state that `is_coming`."""
@@ -187,6 +188,7 @@ class StateCheckpoints:
         """Release what no step in flight may be applied to, or read, any more."""
         places = [place for place, _ in kv.saving.values()]
         kv.saving.clear()
+        kv.drafts_end = 0
         if kv.state_place >= 0:
             places.append(kv.state_place)
             kv.state_place = -1

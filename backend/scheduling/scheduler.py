@@ -197,13 +197,15 @@ class Scheduler:
         num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
         chosen = self.drafting.choose(decodes)
         for sequence, tokens in chosen.items():
-            end = sequence.num_computed + min(len(tokens), left)
+            # No state is kept within drafts.
+            end = min(sequence.num_computed + min(len(tokens), left), sequence.kv.next_border - 1)
             if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
                 self._running.grow(sequence, missing)
                 num_spare -= missing
-            kept = tokens[: min(end, sequence.capacity_tokens) - sequence.num_computed]
+            kept = tokens[: max(0, min(end, sequence.capacity_tokens) - sequence.num_computed)]
             if kept:
                 drafts[sequence] = kept
+                sequence.kv.drafts_end = sequence.num_computed + len(kept)
                 left -= len(kept)
         return drafts
 

@@ -23,7 +23,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.options import BackendOptions
-from penstock.backend.scheduling.drafting import Drafting
+from penstock.backend.scheduling.drafting import MAX_DRAFTS, MAX_STATE_DRAFTS, Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
@@ -137,7 +137,8 @@ def create_scheduler(
     num_host_pages = count_host_pages(plan, forward_pass)
     drafting = None
     if verifies_drafts and options.speculation != "none":
-        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
+        max_drafts = MAX_STATE_DRAFTS if plan.state_bytes else MAX_DRAFTS
+        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens), max_drafts)
     observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(
         PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),

@@ -27,6 +27,7 @@ from penstock.backend.forward_pass import (
     TokenMasks,
     positions_to_verify,
 )
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
@@ -138,7 +139,7 @@ class ChainPass:
             copies_states=sizes.num_checkpoints is not None,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),
-            verifies_drafts=sizes.num_checkpoints is None,
+            verifies_drafts=True,
         )
         self._flavours = [*map(flavour_of, sizes.adapters), 0]
         """By adapter; the last one is NO_ADAPTER's."""
@@ -306,14 +307,17 @@ class ChainPass:
         logprobs: list[tuple[int, int, EventLogprobs]] = []  # place, number of top tokens, entry
         num_drafts = [0] * len(batch.logit_rows) if batch.drafts is None else batch.drafts.tolist()
         places = positions_to_verify(num_drafts)
+        if self.spec.state_bytes_per_sequence and sum(num_drafts) > MAX_STATE_DRAFTS:
+            raise Violation(f"{sum(num_drafts)} drafts; states of {MAX_STATE_DRAFTS} can be kept")
         for place, row in enumerate(batch.logit_rows.tolist()):
             slot = self._slots[int(batch.slots[row])]
-            if num_drafts[place] and (slot.num_logprobs >= 0 or not self.spec.verifies_drafts):
+            if num_drafts[place] and slot.num_logprobs >= 0:
                 raise Violation("drafts of a row that may have none")
             if fault is not None and fault.kind == "nan" and fault.row == row:
                 token, accepted = NOT_FINITE, 0
             else:
                 token, accepted = self._verify(batch, row, num_drafts[place], [allowed.get(at) for at in places[place]])
+            self._states.go_back(int(batch.slots[row]), num_drafts[place] - accepted, self._written[row])
             if token != NOT_FINITE and slot.num_logprobs >= 0:
                 logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)

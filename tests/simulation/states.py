@@ -46,9 +46,17 @@ class States:
         places = [checkpoint for _, checkpoint in batch.state_saves]
         if len(set(places)) != len(places) or not set(places) <= set(range(self.num_checkpoints)):
             raise Violation(f"states are saved to the checkpoints {places} of {self.num_checkpoints}")
-        if not {slot for slot, _ in batch.state_saves} <= set(batch.slots.tolist()):
+        saved = {slot for slot, _ in batch.state_saves}
+        if not saved <= set(batch.slots.tolist()):
             raise Violation("a state is saved of a slot that has no row")
+        if batch.drafts is not None and not saved.isdisjoint(batch.slots[batch.logit_rows[batch.drafts > 0]].tolist()):
+            raise Violation("a state is saved that drafts may have changed")
         for slot, checkpoint in batch.state_saves:
             if self.of_slots[slot][0] % self.page_size:
                 raise Violation("a checkpoint is not at the end of a page")
             self.checkpoints[checkpoint] = self.of_slots[slot]
+
+    def go_back(self, slot: int, num_rejected: int, written: list[int]) -> None:
+        """Undo the last tokens of a step. written: the cells after its tokens."""
+        num_tokens, _ = self.of_slots[slot]
+        self.of_slots[slot] = num_tokens - num_rejected, written[-1 - num_rejected]

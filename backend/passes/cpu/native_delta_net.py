@@ -67,12 +67,12 @@ class NativeDeltaNetOps:
         self._layers.append(layer)
         return layer
 
-    def create_states(self, num_slots: int) -> None:
-        net = self.settings
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:
+        net, count = self.settings, num_states + num_spares
         for layer in self._layers:
-            states = empty_array((num_slots, net.value_size, net.key_dim), Dtype.FP32)
-            inputs = empty_array((num_slots, net.conv_width - 1, net.num_channels), Dtype.FP32)
-            layer.states = states, inputs
+            states = empty_array((count, net.value_size, net.key_dim), Dtype.FP32)
+            inputs = empty_array((count, net.conv_width - 1, net.num_channels), Dtype.FP32)
+            layer.states, layer.struct.first_spare = (states, inputs), num_states
             layer.struct.states, layer.struct.inputs = states.ctypes.data, inputs.ctypes.data
 
     @property

@@ -87,6 +87,7 @@ class CpuDecoderPass(HostSampling):
         adapters: Sequence[PeftAdapter] = (),
         *,
         turns_heads: bool = False,
+        num_state_drafts: int = 0,
     ) -> None:
         """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
         quantises them.
@@ -107,8 +108,10 @@ class CpuDecoderPass(HostSampling):
         for index, adapter in enumerate(adapters):
             self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
-        verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
-        self._spec = replace(spec, verifies_drafts=verifies, copies_states=config.delta_net is not None)
+        spec = _with_states(spec, num_state_drafts)
+        verifies = isinstance(ops, NativeOps) and (config.delta_net is None or num_state_drafts > 0)
+        self._spec = replace(spec, verifies_drafts=verifies)
+        self._num_spares = num_state_drafts if verifies else 0
         self._max_running = max_running
         self._num_pages = 0
         self._states = CopiedStates()
@@ -141,7 +144,7 @@ class CpuDecoderPass(HostSampling):
         formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
-        return replace(spec, copies_states=config.delta_net is not None)
+        return _with_states(spec, options.num_state_drafts)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -158,7 +161,7 @@ class CpuDecoderPass(HostSampling):
             def build(weights: Weights, dtype: Dtype, ops: CpuOps) -> CpuDecoderPass:
                 return cls(
                     config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters,
-                    turns_heads=is_turned,
+                    turns_heads=is_turned, num_state_drafts=options.num_state_drafts,
                 )  # fmt: skip
 
             return cls._load(model_dir, options, config, build)
@@ -266,8 +269,8 @@ class CpuDecoderPass(HostSampling):
 
     def create_checkpoints(self, num_checkpoints: int) -> None:
         if self._ops.delta_net is not None:  # they are the states behind those of slots
-            self._ops.delta_net.create_states(self._max_running + num_checkpoints)
-            self._states = CopiedStates(self._max_running, self._ops.delta_net.states)
+            self._ops.delta_net.create_states(self._max_running + num_checkpoints, self._num_spares)
+            self._states = CopiedStates(self._max_running, num_checkpoints, self._ops.delta_net.states)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -325,7 +328,10 @@ class CpuDecoderPass(HostSampling):
             if queued is not None:
                 return queued
             self._queue.drain()
-        return super().sample(logits, batch, masks)
+        output = super().sample(logits, batch, masks)
+        if self._states.arrays and batch.drafts is not None:
+            self._states.go_back(batch, output.num_accepted)
+        return output
 
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
         return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
@@ -351,6 +357,14 @@ class CpuDecoderPass(HostSampling):
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()
+
+
+def _with_states(spec: PassSpec, num_state_drafts: int) -> PassSpec:
+    """The spec with what it says of states: they are copied, and drafts need some more."""
+    num_bytes = spec.state_bytes_per_sequence
+    return replace(
+        spec, copies_states=num_bytes > 0, workspace_bytes=spec.workspace_bytes + num_state_drafts * num_bytes
+    )
 
 
 def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:

@@ -174,8 +174,11 @@ class DeltaNetOps(Protocol):
     def pack(self, weights: DeltaNetWeights) -> Any:
         """Return the layer, for `run`. The caller drops its copy."""
 
-    def create_states(self, num_slots: int) -> None:
-        """Allocate `DeltaNet.state_bytes` for each slot. Called again, it forgets the states before."""
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:
+        """Allocate `DeltaNet.state_bytes` for each. Called again, it forgets the states before.
+
+        Spares are behind the others: each keeps the state after one of `StepBatch.verified_tokens`, in their order.
+        """
 
     @property
     def states(self) -> list[Any]:

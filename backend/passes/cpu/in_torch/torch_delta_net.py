@@ -65,11 +65,11 @@ class TorchDeltaNetOps:
         self._layers.append(layer)
         return layer
 
-    def create_states(self, num_slots: int) -> None:
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:  # noqa: ARG002 - drafts are not verified
         net = self.settings
         for layer in self._layers:
-            layer.states = torch.zeros(num_slots, net.num_value_heads, net.key_dim, net.value_dim)
-            layer.inputs = torch.zeros(num_slots, net.num_channels, net.conv_width - 1)
+            layer.states = torch.zeros(num_states, net.num_value_heads, net.key_dim, net.value_dim)
+            layer.inputs = torch.zeros(num_states, net.num_channels, net.conv_width - 1)
 
     @property
     def states(self) -> list[NDArray[np.float32]]:

@@ -255,6 +255,7 @@ class DeltaNet(Structure):
         ("inputs", c_void_p),
         ("gates", c_void_p),
         ("mixed", c_void_p),
+        ("first_spare", c_int64),
         ("key_heads", c_int64),
         ("value_heads", c_int64),
         ("key_dim", c_int64),

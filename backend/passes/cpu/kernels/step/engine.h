@@ -196,6 +196,8 @@ struct Step {
     const std::int32_t* row_starts = nullptr;  // [rows + 1]
     const std::int32_t* contexts = nullptr;    // [rows]
     const std::int32_t* slots = nullptr;       // [rows]
+    const std::int32_t* verified = nullptr;    // ascending tokens before drafts: the state after each is kept
+    i64 num_verified = 0;
     const std::int32_t* ends = nullptr;  // of each token, the position behind the last that it sees; null for its own
     const std::int32_t* token_types = nullptr;  // of an encoder: of each token
     std::vector<EncoderItem> encoder_items;
