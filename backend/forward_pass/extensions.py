@@ -47,6 +47,20 @@ class ICheckpointsStates(Protocol):
         """Allocate num_checkpoints * spec.state_bytes_per_sequence bytes. Called once, after `create_cache`."""
 
 
+@runtime_checkable
+class IGuessesTokens(Protocol):
+    """Optional interface of a pass whose model has a head that predicts the token after the next one. Its cache has the
+    head's keys and values too, and each step writes them."""
+
+    def make_guesser(self) -> IBatchedForwardPass | None:
+        """A pass for steps between those of this one, over the same pages: each row has one token, and its logits are a
+        guess of those after it. None if the model has no such head.
+
+        It has 4 slots of its own. The first row of a slot is for a token that no step has computed, after a SlotInit,
+        with (slot of the sequence, own slot) in state_restores. Each further row is for the token after.
+        """
+
+
 class PagePlaces(Protocol):
     """Host pages in memory that outlives the process."""
 

@@ -67,6 +67,8 @@ class PassSpec:
     """
     copies_states: bool = False
     """The pass keeps checkpoints of states, see `ICheckpointsStates`."""
+    guesses_tokens: bool = False
+    """The pass is `IGuessesTokens`, and the model has a head for it."""
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
     generates: bool = True
@@ -124,6 +126,8 @@ class PassOptions:
     """The caller waits for the output of each step, so a pass on the CPU may be `PassSpec.runs_ahead`."""
     num_state_drafts: int = 0
     """The most drafts of a step, if the pass keeps states: it needs memory for one more state each."""
+    guesses_tokens: bool = False
+    """Load the head of a checkpoint that predicts further tokens, for `IGuessesTokens`."""
     weights_fds: tuple[int, int] | None = None
     """The fds of a `penstock.shm.memory.fd_mailbox` for `ISharedWeights`; None if weights end with the process."""
 

@@ -10,10 +10,11 @@ from penstock.backend.checkpoint.files.tokenizer_file import read_token_ids
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.steps.draft_desk import DraftDesk, IDraftExecutor
-from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
+from penstock.backend.engine.steps.draft_model import DraftModel, HeadModel, num_spare_pages
 from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+from penstock.backend.forward_pass.extensions import IGuessesTokens
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
@@ -25,6 +26,8 @@ from penstock.backend.start.pass_checks import check_first_step, check_vocabular
 from penstock.backend.start.startup import pass_name, plan_memory
 
 logger = logging.getLogger("penstock.backend")
+
+_NO_HEAD = "the model has no head of its own (MTP) that this forward pass can use"
 
 
 @dataclass(slots=True)
@@ -100,15 +103,52 @@ class DraftChoice:
         self, executor: IDraftExecutor, scheduler: ISequenceScheduler, times: StepTimes, spec: PassSpec
     ) -> DraftDesk:
         """spec: the target's."""
-        if self.model is None or not isinstance(scheduler, Scheduler) or scheduler.drafting is None:
-            raise RuntimeError("the draft model is not loaded, or nothing drafts; this is a bug")
-        texts = None if self.is_alone else scheduler.drafting.texts
-        drafting = ModelDrafting(times, texts, self.spec.max_context_tokens, is_alone=self.is_alone)
-        scheduler.drafting = drafting
-        return DraftDesk(self.model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
+        if self.model is None:
+            raise RuntimeError("the draft model is not loaded; this is a bug")
+        limit = self.spec.max_context_tokens
+        return _make_desk(self.model, executor, scheduler, times, spec, limit, is_alone=self.is_alone)
 
     def _num_pages(self, plan: KvPlan) -> int:
         return plan.num_pages + num_spare_pages(plan.page_size_tokens)
+
+
+def _make_desk(
+    model: DraftModel,
+    executor: IDraftExecutor,
+    scheduler: ISequenceScheduler,
+    times: StepTimes,
+    spec: PassSpec,
+    max_context_tokens: int,
+    *,
+    is_alone: bool,
+) -> DraftDesk:
+    if not isinstance(scheduler, Scheduler) or (before := scheduler.drafting) is None:
+        raise RuntimeError("a model guesses, and nothing drafts; this is a bug")
+    texts = None if is_alone else before.texts
+    drafting = ModelDrafting(times, texts, max_context_tokens, before.max_drafts, is_alone=is_alone)
+    scheduler.drafting = drafting
+    return DraftDesk(model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
+
+
+def desk_of_head(
+    options: BackendOptions,
+    forward_pass: IBatchedForwardPass,
+    settings: PassOptions,
+    plan: KvPlan | WholePlan,
+    executor: IDraftExecutor,
+    scheduler: ISequenceScheduler,
+    times: StepTimes,
+) -> DraftDesk | None:
+    """The desk of the model's own head that guesses; None if it has none. Raises StartupError if it must have one."""
+    guesser = forward_pass.make_guesser() if isinstance(forward_pass, IGuessesTokens) else None
+    if guesser is None or isinstance(plan, WholePlan) or not settings.guesses_tokens:
+        if options.speculation == "draft":
+            raise StartupError(f"--speculation is draft, but {_NO_HEAD}, and no --draft-model is given")
+        return None
+    logger.info("the model's own head guesses tokens of up to %d sequences", MAX_ROWS)
+    model = HeadModel(guesser, plan.num_pages, plan.page_size_tokens, settings.max_batch_tokens)
+    limit, is_alone = plan.max_context_tokens, options.speculation == "draft"
+    return _make_desk(model, executor, scheduler, times, forward_pass.spec, limit, is_alone=is_alone)
 
 
 def plan_with_draft(
@@ -125,8 +165,10 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
     """Return what --draft-model names. Raises StartupError."""
     name = options.draft_model
     if name is None:
-        if options.speculation == "draft":
-            raise StartupError("--speculation is draft; name a small model with the same tokenizer as --draft-model")
+        if options.speculation == "draft" and not spec.guesses_tokens:
+            raise StartupError(
+                f"--speculation is draft, but {_NO_HEAD}: name a small model with the same tokenizer as --draft-model"
+            )
         return None
     if options.speculation in ("none", "ngram"):
         raise StartupError(

@@ -64,6 +64,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         cpu_path=options.cpu_path,
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
         may_run_ahead=True,
+        guesses_tokens=options.speculation in ("auto", "draft") and options.draft_model is None,
         num_state_drafts=0 if options.speculation == "none" else MAX_STATE_DRAFTS,
         weights_fds=_pair(options.weights_fds),
     )

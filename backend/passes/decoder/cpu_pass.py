@@ -21,8 +21,9 @@ from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
+from penstock.backend.passes.decoder.guess_pass import MAX_GUESSED_ROWS, GuessPass
 from penstock.backend.passes.decoder.model import DecoderModel
-from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.decoder.spec import make_spec, with_states
 from penstock.backend.passes.ops.copied_states import CopiedStates
 from penstock.backend.passes.ops.cpu_interface import CpuOps
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
@@ -66,8 +67,8 @@ class _ReadAdapter:
 
 
 class CpuDecoderPass(HostSampling):
-    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy
-    float32 arrays; `HostSampling` samples."""
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages`, `ILoadsAdapters` and `IGuessesTokens`.
+    Logits are numpy float32 arrays; `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
@@ -108,7 +109,7 @@ class CpuDecoderPass(HostSampling):
         for index, adapter in enumerate(adapters):
             self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
-        spec = _with_states(spec, num_state_drafts)
+        spec = with_states(spec, num_state_drafts)
         verifies = isinstance(ops, NativeOps) and (config.delta_net is None or num_state_drafts > 0)
         self._spec = replace(spec, verifies_drafts=verifies)
         self._num_spares = num_state_drafts if verifies else 0
@@ -136,7 +137,7 @@ class CpuDecoderPass(HostSampling):
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 
         check_cpu_path(options.cpu_path)
-        config = read_decoder_config(model_dir, options.max_context_tokens)
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=options.guesses_tokens)
         quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
             check_sizes(quantization, config)
@@ -144,7 +145,7 @@ class CpuDecoderPass(HostSampling):
         formats, groups = read_stored_formats(model_dir), _groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
-        return _with_states(spec, options.num_state_drafts)
+        return with_states(spec, options.num_state_drafts)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -152,7 +153,9 @@ class CpuDecoderPass(HostSampling):
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 
-        config, is_turned = read_decoder_config(model_dir, options.max_context_tokens), turns_heads(model_dir)
+        has_kernels = options.guesses_tokens and load_kernels(options.cpu_path) is not None
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=has_kernels)
+        is_turned = turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
         groups = _groups(config, options)
 
@@ -270,7 +273,17 @@ class CpuDecoderPass(HostSampling):
     def create_checkpoints(self, num_checkpoints: int) -> None:
         if self._ops.delta_net is not None:  # they are the states behind those of slots
             self._ops.delta_net.create_states(self._max_running + num_checkpoints, self._num_spares)
-            self._states = CopiedStates(self._max_running, num_checkpoints, self._ops.delta_net.states)
+            arrays = self._ops.delta_net.states
+            if self._ops.mtp is not None:
+                self._ops.mtp.create_states(self._max_running + num_checkpoints, self._num_spares, MAX_GUESSED_ROWS)
+                arrays.append(self._ops.mtp.kept)
+            self._states = CopiedStates(self._max_running, num_checkpoints, arrays)
+
+    def make_guesser(self) -> GuessPass | None:
+        sampler, mtp = self._ops.make_sampler, self._ops.mtp
+        if sampler is None or mtp is None:
+            return None
+        return GuessPass(replace(self._spec, state_bytes_per_sequence=0), self._ops, self._model, sampler, mtp)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -357,14 +370,6 @@ class CpuDecoderPass(HostSampling):
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()
-
-
-def _with_states(spec: PassSpec, num_state_drafts: int) -> PassSpec:
-    """The spec with what it says of states: they are copied, and drafts need some more."""
-    num_bytes = spec.state_bytes_per_sequence
-    return replace(
-        spec, copies_states=num_bytes > 0, workspace_bytes=spec.workspace_bytes + num_state_drafts * num_bytes
-    )
 
 
 def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:

@@ -16,7 +16,8 @@ from torch.nn import functional
 from penstock.backend.checkpoint.config.decoder_config import DeltaNet
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
-from penstock.backend.passes.ops.interface import DeltaNetWeights, Step
+from penstock.backend.passes.ops.interface import Step
+from penstock.backend.passes.ops.state_ops import DeltaNetWeights
 
 _LENGTH_EPS = 1e-6
 

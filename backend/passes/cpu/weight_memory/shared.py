@@ -269,7 +269,7 @@ def fingerprint(model_dir: Path, options: PassOptions, path: CpuPath) -> str:
 
 def _settings(options: PassOptions, path: CpuPath) -> tuple[object, ...]:
     """The options that determine what is packed, and how."""
-    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles
+    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles, options.guesses_tokens
 
 
 def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> PackedFile | None:

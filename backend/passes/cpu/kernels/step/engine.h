@@ -80,6 +80,7 @@ struct Attention {  // mirrored by native_structs.py
     const float* v_norm;  // ones, or null
     const float* sinks;  // [heads] or null: a score for each head that takes part in the softmax and has no value
     i64 window;       // tokens; 0 for none
+    i64 first_key;    // the first position that tokens see
     i64 query_rope;  // where cosines and sines for q begin in a row of Step::rope; -1 for a layer without, as the next
     i64 key_rope;
     i64 group;  // whose pages its cache has

@@ -1,0 +1,130 @@
+"""Heads that predict the token after the next one (MTP): their logits, and answers with their guesses."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from penstock.backend.engine.steps.draft_model import DraftAsk, HeadModel
+from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
+from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
+from tests.checkpoints import load_oracle, make_checkpoint
+from tests.temporary import make_shared_directory
+
+OPTIONS = PassOptions(
+    dtype="fp32", max_running=4, max_batch_tokens=64, num_state_drafts=MAX_STATE_DRAFTS, guesses_tokens=True
+)
+PAGE = 16
+
+
+def add_head(model_dir: Path, *, seed: int = 0, copies: bool = False) -> Path:
+    """Give a checkpoint a head with random weights, or one whose layer is the model's last and is often right."""
+    path = model_dir / "model.safetensors"
+    tensors, rng = load_file(path), torch.Generator().manual_seed(seed)
+    source = next(name for name in tensors if name.endswith("self_attn.q_proj.weight")).split("self_attn")[0]
+    hidden = tensors["model.norm.weight"].shape[0]
+    for name in [name for name in tensors if name.startswith(source)]:
+        noise = 0.05 * torch.randn(tensors[name].shape, generator=rng)
+        tensors[f"mtp.layers.0.{name.removeprefix(source)}"] = tensors[name] + (0 if copies else noise)
+    fc = 0.1 * torch.randn((hidden, 2 * hidden), generator=rng)
+    tensors["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1) if copies else fc
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=rng)
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    return model_dir
+
+
+def head_logits(model_dir: Path, tokens: list[int], num_guesses: int) -> list[NDArray[np.float32]]:
+    """The formula in torch: of the token after tokens, and then of each token after the guessed ones."""
+    model, weights = load_oracle(model_dir), load_file(model_dir / "model.safetensors")
+    layer_index = next(i for i, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn"))
+    layer = model.model.layers[layer_index]
+    layer.load_state_dict({n.removeprefix("mtp.layers.0."): w for n, w in weights.items() if "mtp.layers" in n})
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
+        return x * scale * (1 + weights[f"mtp.{name}.weight"])
+
+    with torch.no_grad():
+        plain = load_oracle(model_dir)
+        given = plain.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        found, tokens = [], list(tokens)
+        for _ in range(num_guesses):
+            embedded = plain.model.embed_tokens(torch.tensor(tokens[1:]))
+            inputs = torch.cat([norm(embedded, "pre_fc_norm_embedding"), norm(given, "pre_fc_norm_hidden")], -1)
+            x, count = (inputs @ weights["mtp.fc.weight"].T)[None], len(tokens) - 1
+            positions = torch.arange(count)[None]
+            mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+            turns = plain.model.rotary_emb(x, positions)
+            x = layer(x, position_embeddings=turns, attention_mask=mask, position_ids=positions)
+            x = x[0] if isinstance(x, tuple) else x
+            results = norm(x.reshape(count, -1), "norm")
+            logits = plain.lm_head(results[-1])
+            found.append(logits.numpy())
+            tokens.append(int(logits.argmax()))
+            given = torch.cat([given, results[-1:]])
+    return found
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3-next"])
+def model_dir(request: pytest.FixtureRequest) -> Path:
+    return add_head(make_checkpoint(request.param, make_shared_directory()))
+
+
+def _load(model_dir: Path) -> CpuDecoderPass:
+    loaded = CpuDecoderPass.load(model_dir, OPTIONS)
+    assert loaded.spec == CpuDecoderPass.describe(model_dir, OPTIONS)
+    if not loaded.spec.verifies_drafts:
+        pytest.skip("this machine has no native kernels")
+    return loaded
+
+
+def _step(tokens: list[int], start: int, *, is_last: bool, drafts: int = 0) -> StepBatch:
+    first = SlotInit(1, SamplingParams(temperature=0.0), np.array(tokens, np.int32), len(tokens))
+    return StepBatch(
+        input_ids=np.array(tokens, np.int32),
+        query_starts=np.array([0, len(tokens)], np.int32),
+        context_lens=np.array([start], np.int32),
+        page_table=np.array([[3, 1, 2]], np.int32),
+        slots=np.array([1], np.int32),
+        logit_rows=np.arange(int(is_last), dtype=np.int32),
+        slot_inits=() if start else (first,),
+        drafts=np.array([drafts], np.int32) if drafts else None,
+    )
+
+
+def test_logits_of_a_head_are_those_of_the_formula(model_dir: Path) -> None:
+    """After a prompt in chunks, a step of one token, and a step whose drafts are rejected."""
+    loaded = _load(model_dir)
+    loaded.create_cache(4, PAGE, "fp32")
+    text = np.random.default_rng(3).integers(3, 200, 30).tolist()
+    for start, end in ((0, 13), (13, 27)):
+        batch = _step(text[start:end], start, is_last=end == 27)
+        loaded.sample(loaded.forward(batch), batch)
+    text[27:] = [int(loaded._last_tokens[1])]
+    batch = _step([FROM_SLOT], 27, is_last=True)
+    text.append(int(loaded.sample(loaded.forward(batch), batch).wait().token_ids[0]))
+    wrong = [(text[-1] + 1) % 200, 5, 6]
+    batch = _step([FROM_SLOT, *wrong], 28, is_last=True, drafts=3)
+    output = loaded.sample(loaded.forward(batch), batch).wait()
+    text += [*wrong[: output.num_accepted[0]], int(output.token_ids[0])]
+    guesser: Any = loaded.make_guesser()
+    seen, forward = [], guesser.forward
+    guesser.forward = lambda batch: seen.append(forward(batch).copy()) or seen[-1]
+    ask = DraftAsk(array("i", text), 27, [3, 1, 2], 1, b"", SamplingParams(temperature=0.0), (), 4)
+    (guessed,) = HeadModel(guesser, 4, PAGE, 64, 1e-30).guess([ask], 256).tokens
+    expected = head_logits(model_dir, text, 4)
+    np.testing.assert_allclose(np.concatenate(seen), np.stack(expected), atol=2e-4, rtol=0)
+    assert guessed == [int(logits.argmax()) for logits in expected]
+    loaded.close()
