@@ -14,9 +14,14 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from penstock.backend.engine.steps.draft_model import DraftAsk, HeadModel
+from penstock.backend.engine.steps.model_drafting import ModelDrafting
+from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import FROM_SLOT, PassOptions, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
+from penstock.backend.sequences.sequence import Sequence
+from penstock.shm.messages import Sampling
+from tests.backend.harness import Bench
 from tests.checkpoints import load_oracle, make_checkpoint
 from tests.temporary import make_shared_directory
 
@@ -27,7 +32,7 @@ PAGE = 16
 
 
 def add_head(model_dir: Path, *, seed: int = 0, copies: bool = False) -> Path:
-    """Give a checkpoint a head with random weights, or one whose layer is the model's last and is often right."""
+    """Give a checkpoint a head with random weights, or one that does what a model of one layer does."""
     path = model_dir / "model.safetensors"
     tensors, rng = load_file(path), torch.Generator().manual_seed(seed)
     source = next(name for name in tensors if name.endswith("self_attn.q_proj.weight")).split("self_attn")[0]
@@ -39,10 +44,27 @@ def add_head(model_dir: Path, *, seed: int = 0, copies: bool = False) -> Path:
     tensors["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1) if copies else fc
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=rng)
+    if copies:  # embeddings of length 1, whose norm changes nothing: the head lacks only the first token
+        rows = tensors["model.embed_tokens.weight"]
+        tensors["model.embed_tokens.weight"] = rows / rows.pow(2).mean(1, keepdim=True).sqrt()
+        tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(hidden)
+        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
     return model_dir
+
+
+def _fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With all experts in two tensors, as in transformers."""
+    if "mlp.experts.0.down_proj.weight" not in weights:
+        return weights
+    count = sum(name.startswith("mlp.experts.") for name in weights) // 3
+    gate, up, down = (
+        torch.stack([weights.pop(f"mlp.experts.{i}.{part}_proj.weight") for i in range(count)])
+        for part in ("gate", "up", "down")
+    )
+    return weights | {"mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
 
 
 def head_logits(model_dir: Path, tokens: list[int], num_guesses: int) -> list[NDArray[np.float32]]:
@@ -50,7 +72,7 @@ def head_logits(model_dir: Path, tokens: list[int], num_guesses: int) -> list[ND
     model, weights = load_oracle(model_dir), load_file(model_dir / "model.safetensors")
     layer_index = next(i for i, layer in enumerate(model.model.layers) if hasattr(layer, "self_attn"))
     layer = model.model.layers[layer_index]
-    layer.load_state_dict({n.removeprefix("mtp.layers.0."): w for n, w in weights.items() if "mtp.layers" in n})
+    layer.load_state_dict(_fused({n.removeprefix("mtp.layers.0."): w for n, w in weights.items() if "mtp.layers" in n}))
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps)
@@ -128,3 +150,52 @@ def test_logits_of_a_head_are_those_of_the_formula(model_dir: Path) -> None:
     np.testing.assert_allclose(np.concatenate(seen), np.stack(expected), atol=2e-4, rtol=0)
     assert guessed == [int(logits.argmax()) for logits in expected]
     loaded.close()
+
+
+class Eager(ModelDrafting):
+    """Always asks the head."""
+
+    def __init__(self) -> None:
+        super().__init__(StepTiming(), None, 1000, MAX_STATE_DRAFTS, is_alone=True)
+
+    def _best_length(self, num_rows: int, rows: list[Sequence]) -> int:
+        return 3
+
+    def _best_count(self, num_rows: int, chances: list[float]) -> int:
+        return len(chances)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["random head", "head that is often right"])
+def test_answers_are_the_same_with_a_head(copies: bool) -> None:
+    """With few pages sequences are preempted."""
+    layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]} if copies else {}
+    model_dir = add_head(make_checkpoint("qwen3.5", make_shared_directory(), **layers), copies=copies)
+    asks = (
+        {},
+        {"sampling": Sampling(temperature=0.0, frequency_penalty=0.3, repetition_penalty=1.1)},
+        {"sampling": Sampling(temperature=0.4, top_p=0.9, seed=4)},
+    )
+    answers = []
+    for num_pages, drafting in ((64, None), (64, Eager()), (14, Eager())):
+        loaded = _load(model_dir)
+        guesser = loaded.make_guesser() if drafting is not None else None
+        sizes: dict[str, Any] = {
+            "page_size": PAGE,
+            "num_pages": num_pages,
+            "vocab_size": 256,
+            "max_running": 4,
+            "min_chance": 1e-30,
+        }
+        bench = Bench(forward_pass=loaded, drafting=drafting, draft_pass=guesser, num_checkpoints=4, **sizes)
+        for request_id, asked in enumerate(asks):
+            prompt = np.random.default_rng(request_id).integers(3, 250, 25).tolist()
+            bench.submit(prompt, 60 + request_id, request_id=request_id, **asked)
+        bench.run_dry()
+        if drafting is not None:
+            assert (bench.board.accepted_tokens > 60) is copies
+            assert bench.board.drafted_tokens > 100
+        answers.append([bench.received(request_id).token_ids for request_id in range(len(asks))])
+        bench.close()
+        loaded.close()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
