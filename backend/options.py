@@ -54,7 +54,7 @@ _GROUPS = {
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s speculation draft_model batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
-    " persist_kv_fd hand_over_fd adapters_fd beside_another",
+    " persist_kv_fd hand_over_fds adapters_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -211,8 +211,9 @@ class BackendOptions:
     persist_kv_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the memory for pages, which `penstock serve` keeps."""
 
-    hand_over_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
-    """File descriptor of the memory for pages that it leaves to its successor, which `penstock serve` keeps."""
+    hand_over_fds: Annotated[tuple[int, ...], Parameter(show=False)] = ()
+    """The file descriptors of the memory for pages, and of that for checkpoints, that it leaves to its successor, which
+    `penstock serve` keeps."""
 
     adapters_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the list of adapters that were loaded at run time, which `penstock serve` keeps."""

@@ -66,7 +66,7 @@ class PagePlaces(Protocol):
 
     @property
     def num_places(self) -> int:
-        """Places for pages. Those for checkpoints have the numbers behind."""
+        """Places for pages. Those for checkpoints have higher numbers."""
 
     def place(self, index: int) -> NDArray[np.uint8]:
         """The memory of one place, [page bytes], for the keys and values of a page in all layers; or [state bytes]."""

@@ -163,6 +163,11 @@ class StateCheckpoints:
                     kv.passing_hash = page_hash
             self.pool.release([place])
 
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Leave the sequences' states to the next backend, and those that are kept from now on."""
+        hashes = (page_hash for sequence in sequences for page_hash in sequence.kv.page_hashes)
+        self.pool.leave([page_hash for page_hash in hashes if self.pool.find(page_hash) is not None])
+
     def go_back(self, sequence: Sequence, num_computed: int) -> int:
         """Return the number of pages after which the sequence can go on: not more than its num_computed tokens fill."""
         kv = sequence.kv

@@ -75,7 +75,7 @@ def open_pages(
     fd, memory, beside = options.persist_kv_fd, host_memory(), options.beside_another
     fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
     if fd is None:
-        return open_hand_over(options.hand_over_fd, forward_pass, plan, model_dir, fingerprint)
+        return open_hand_over(options.hand_over_fds, forward_pass, plan, model_dir, fingerprint)
     return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
 
 
@@ -107,7 +107,7 @@ def _checkpoints(
     """None if the pass keeps no state."""
     if not forward_pass.spec.state_bytes_per_sequence:
         return None
-    places = store.states if isinstance(store, PageStore) else None
+    places = None if store is None else store.states
     pool, state_bytes = PagePool(plan.num_checkpoints, store=places), forward_pass.spec.state_bytes_per_sequence
     return StateCheckpoints(pool, plan.page_size_tokens, state_bytes=state_bytes)
 

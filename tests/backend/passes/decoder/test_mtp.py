@@ -193,7 +193,7 @@ def test_answers_are_the_same_with_a_head(copies: bool) -> None:
         bench.run_dry()
         if drafting is not None:
             assert (bench.board.accepted_tokens > 60) is copies
-            assert bench.board.drafted_tokens > 100
+            assert bench.board.drafted_tokens > 40
         answers.append([bench.received(request_id).token_ids for request_id in range(len(asks))])
         bench.close()
         loaded.close()
