@@ -1,9 +1,10 @@
 """Pages, and checkpoints of states, that a backend leaves to its successor while both run: the successor computes only
 what is missing.
 
-The supervisor gives both memfds without memory, for pages and for checkpoints; what follows holds for each. When the successor is ready, the old backend copies the full pages of
-its running sequences there, some with each step, and then each page that fills. The successor finds them at once. When
-the old backend has ended, it frees the memory; later it leaves pages in the same way.
+The supervisor gives both memfds without memory, for pages and for checkpoints; the rest holds for each. When the
+successor is ready, the old backend copies the full pages of its running sequences there, some with each step, and then
+each page that fills. The successor finds them at once. When the old backend has ended, it frees the memory; later it
+leaves pages in the same way.
 """
 
 from __future__ import annotations

@@ -161,23 +161,18 @@ class PreparedBackend:
 
     def spec(self, name: str, **changes: Any) -> ChildSpec:
         """Return how to start it. changes replace options."""
-        common = self.common
+        common, weights_fds = self.common, () if self.weights is None else self.weights.fds
         options = dataclasses.replace(
             self.options,
             heartbeat_fd=self.heartbeat.fd,
             recorder_fd=self.recorder_fd,
-            weights_fds=() if self.weights is None else self.weights.fds,
+            weights_fds=weights_fds,
             persist_kv_fd=self.pages_fd,
             hand_over_fds=self.hand_over,
             adapters_fd=self.adapters_fd,
             **changes,
         )
-        fds = [
-            self.heartbeat.fd,
-            *self.hand_over,
-            self.adapters_fd,
-            *(() if self.weights is None else self.weights.fds),
-        ]
+        fds = [self.heartbeat.fd, *self.hand_over, self.adapters_fd, *weights_fds]
         crash_files = None
         if self.pages_fd is not None:
             fds.append(self.pages_fd)
