@@ -60,12 +60,17 @@ class DraftChoice:
             workspace_bytes=spec.workspace_bytes + self.spec.workspace_bytes,
         )
 
+    def spare_bytes(self, plan: KvPlan) -> int:
+        """Bytes of its pages for guesses."""
+        num_tokens = num_spare_pages(plan.page_size_tokens) * plan.page_size_tokens
+        return num_tokens * self.spec.kv_bytes_per_token[plan.kv_dtype]
+
     def taken_from(self, plan: KvPlan | WholePlan) -> KvPlan | WholePlan:
         """The plan with pages of the target alone: those of the draft model count as workspace from here on."""
         if isinstance(plan, WholePlan):
             return plan
         bytes_per_token = self.spec.kv_bytes_per_token[plan.kv_dtype]
-        num_bytes = self._num_pages(plan) * plan.page_size_tokens * bytes_per_token
+        num_bytes = plan.num_tokens * bytes_per_token + self.spare_bytes(plan)
         return replace(
             plan,
             bytes_per_token=plan.bytes_per_token - bytes_per_token,
@@ -158,7 +163,13 @@ def plan_with_draft(
     draft = find_draft(options, settings, spec)
     if draft is None:
         return plan_memory(options, spec, settings, memory), None
-    return draft.taken_from(plan_memory(options, draft.added_to(spec), settings, memory)), draft
+    both = draft.added_to(spec)
+    plan = plan_memory(options, both, settings, memory)
+    if isinstance(plan, KvPlan):  # the budget has room for the spare pages too
+        left_bytes = max(1, plan.budget.num_bytes - draft.spare_bytes(plan))
+        without_spare = plan_memory(replace(options, kv_budget=left_bytes), both, settings, memory)
+        plan = replace(without_spare, budget=plan.budget) if isinstance(without_spare, KvPlan) else plan
+    return draft.taken_from(plan), draft
 
 
 def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -> DraftChoice | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from penstock.backend.engine.steps.draft_model import DraftAsk, HeadModel
 from penstock.backend.engine.steps.model_drafting import ModelDrafting
@@ -23,36 +22,13 @@ from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Sampling
 from tests.backend.harness import Bench
 from tests.checkpoints import load_oracle, make_checkpoint
+from tests.mtp import add_head
 from tests.temporary import make_shared_directory
 
 OPTIONS = PassOptions(
     dtype="fp32", max_running=4, max_batch_tokens=64, num_state_drafts=MAX_STATE_DRAFTS, guesses_tokens=True
 )
 PAGE = 16
-
-
-def add_head(model_dir: Path, *, seed: int = 0, copies: bool = False) -> Path:
-    """Give a checkpoint a head with random weights, or one that does what a model of one layer does."""
-    path = model_dir / "model.safetensors"
-    tensors, rng = load_file(path), torch.Generator().manual_seed(seed)
-    source = next(name for name in tensors if name.endswith("self_attn.q_proj.weight")).split("self_attn")[0]
-    hidden = tensors["model.norm.weight"].shape[0]
-    for name in [name for name in tensors if name.startswith(source)]:
-        noise = 0.05 * torch.randn(tensors[name].shape, generator=rng)
-        tensors[f"mtp.layers.0.{name.removeprefix(source)}"] = tensors[name] + (0 if copies else noise)
-    fc = 0.1 * torch.randn((hidden, 2 * hidden), generator=rng)
-    tensors["mtp.fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1) if copies else fc
-    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        tensors[f"mtp.{name}.weight"] = 0.1 * torch.randn(hidden, generator=rng)
-    if copies:  # embeddings of length 1, whose norm changes nothing: the head lacks only the first token
-        rows = tensors["model.embed_tokens.weight"]
-        tensors["model.embed_tokens.weight"] = rows / rows.pow(2).mean(1, keepdim=True).sqrt()
-        tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(hidden)
-        tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
-    save_file(tensors, path, {"format": "pt"})
-    config = json.loads((model_dir / "config.json").read_text())
-    (model_dir / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
-    return model_dir
 
 
 def _fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
