@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass, PassOptions
+    from penstock.backend.forward_pass import (
+        DeviceRows,
+        IBatchedForwardPass,
+        PassOptions,
+        PassSpec,
+        PendingOutput,
+        StepBatch,
+    )
 
 
 @runtime_checkable
@@ -47,12 +54,25 @@ class ICheckpointsStates(Protocol):
         """Allocate num_checkpoints * spec.state_bytes_per_sequence bytes. Called once, after `create_cache`."""
 
 
+class IGuesser(Protocol):
+    """What a draft model calls of `IBatchedForwardPass`."""
+
+    @property
+    def spec(self) -> PassSpec: ...
+
+    def forward(self, batch: StepBatch) -> Any: ...
+
+    def sample(self, logits: Any, batch: StepBatch) -> PendingOutput: ...
+
+    def close(self) -> None: ...
+
+
 @runtime_checkable
 class IGuessesTokens(Protocol):
     """Optional interface of a pass whose model has a head that predicts the token after the next one. Its cache has the
     head's keys and values too, and each step writes them."""
 
-    def make_guesser(self) -> IBatchedForwardPass | None:
+    def make_guesser(self) -> IGuesser | None:
         """A pass for steps between those of this one, over the same pages: each row has one token, and its logits are a
         guess of those after it. None if the model has no such head.
 

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
         TensorNames,
     )
 
+MTP_LAYER, MTP_FC = "mtp.layers.0.", "mtp.fc.weight"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
-MTP_LAYER = "mtp.layers.0."
 _MTP_NORMS = {f"mtp_{kind}_norm": f"mtp.pre_fc_norm_{kind}" for kind in ("embedding", "hidden")}
-MTP_FC = "mtp.fc.weight"
 INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 _BESIDE_NORMS = {
     "dense_output_norm": "post_feedforward_layernorm_1.weight",
@@ -145,12 +144,10 @@ class LayerWeights(Generic[Matrix]):
     the first, and ends them."""
     streams_out: Tensor | None = None
     mtp_fc: Matrix | None = None
-    """[hidden_size, 2 * hidden_size], of an embedding and what the layer before gave, in the layer of
-    `DecoderConfig.has_mtp` alone, as the next three."""
+    """[hidden_size, 2 * hidden_size], in the layer of `DecoderConfig.has_mtp` alone, as the next three."""
     mtp_embedding_norm: Tensor | None = None
     mtp_hidden_norm: Tensor | None = None
     mtp_norm: Tensor | None = None
-    """Of the layer's results."""
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None

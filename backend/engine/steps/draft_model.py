@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
-from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.forward_pass.extensions import IGuesser
 from penstock.backend.kv_cache.prefix_cache import count_common_tokens
 from penstock.backend.scheduling.drafting import MAX_ROWS
 
@@ -89,7 +90,7 @@ class DraftModel:
 
     def __init__(
         self,
-        forward_pass: IBatchedForwardPass,
+        forward_pass: IGuesser,
         num_pages: int,
         page_size_tokens: int,
         max_batch_tokens: int,

@@ -168,10 +168,8 @@ class NativeOps:
         if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
             buffers += self.delta_net.buffers
-        self.mtp: NativeMtpOps | None = None
-        if config.has_mtp:
-            self.mtp = NativeMtpOps(config.hidden_size, dtype, self._do, self._linear)
-            buffers += self.mtp.buffers
+        self.mtp = NativeMtpOps(config.hidden_size, dtype, self._do, self._linear) if config.has_mtp else None
+        buffers += () if self.mtp is None else self.mtp.buffers
         return buffers
 
     @property

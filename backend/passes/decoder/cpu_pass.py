@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +13,7 @@ from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
-from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.kernel_limits import cpu_groups, supports_native_ops, unsupported_by_kernels
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
@@ -27,11 +25,10 @@ from penstock.backend.passes.decoder.spec import make_spec, with_states
 from penstock.backend.passes.ops.copied_states import CopiedStates
 from penstock.backend.passes.ops.cpu_interface import CpuOps
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
-from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
+from penstock.backend.passes.ops.layer_groups import check_groups, one_group
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,7 +139,7 @@ class CpuDecoderPass(HostSampling):
         if quantization is not None:
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
-        formats, groups = read_stored_formats(model_dir), _groups(config, options)
+        formats, groups = read_stored_formats(model_dir), cpu_groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
         return with_states(spec, options.num_state_drafts)
@@ -157,7 +154,7 @@ class CpuDecoderPass(HostSampling):
         config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=has_kernels)
         is_turned = turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
-        groups = _groups(config, options)
+        groups = cpu_groups(config, options)
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
 
@@ -225,18 +222,10 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """Size of the weights that `load` would map; see `IFindsSharedWeights`. Those in a file are free anyway."""
-        from penstock.backend.passes.cpu.weight_memory.shared import CpuMemories, create_memfd, fingerprint
-        from penstock.backend.passes.shared_weights.sharing import find_shared
+        from penstock.backend.passes.cpu.weight_memory.shared import mapped_bytes
 
         kernels = load_kernels(options.cpu_path)
-        if options.weights_fds is None or kernels is None:
-            return 0
-        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fds = find_shared(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
-        try:
-            return sum(os.fstat(fd).st_size for fd in fds)
-        finally:
-            close_all(fds)
+        return 0 if kernels is None else mapped_bytes(model_dir, options, kernels.path)
 
     def adapter_bytes(self, directory: Path) -> int:
         with self._open_adapter(directory) as adapter:
@@ -272,18 +261,19 @@ class CpuDecoderPass(HostSampling):
 
     def create_checkpoints(self, num_checkpoints: int) -> None:
         if self._ops.delta_net is not None:  # they are the states behind those of slots
-            self._ops.delta_net.create_states(self._max_running + num_checkpoints, self._num_spares)
+            sizes = self._max_running + num_checkpoints, self._num_spares
+            self._ops.delta_net.create_states(*sizes)
             arrays = self._ops.delta_net.states
             if self._ops.mtp is not None:
-                self._ops.mtp.create_states(self._max_running + num_checkpoints, self._num_spares, MAX_GUESSED_ROWS)
+                self._ops.mtp.create_states(*sizes, MAX_GUESSED_ROWS)
                 arrays.append(self._ops.mtp.kept)
             self._states = CopiedStates(self._max_running, num_checkpoints, arrays)
 
     def make_guesser(self) -> GuessPass | None:
-        sampler, mtp = self._ops.make_sampler, self._ops.mtp
-        if sampler is None or mtp is None:
+        make_sampler, mtp = self._ops.make_sampler, self._ops.mtp
+        if make_sampler is None or mtp is None:
             return None
-        return GuessPass(replace(self._spec, state_bytes_per_sequence=0), self._ops, self._model, sampler, mtp)
+        return GuessPass(self._spec, self._ops, self._model, make_sampler, mtp)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -370,12 +360,6 @@ class CpuDecoderPass(HostSampling):
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()
-
-
-def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
-    """In torch layers of different sizes share no pages."""
-    shares = config.full_heads is None or supports_native_ops(config)
-    return layer_groups(config, options) if shares else one_group(config)
 
 
 def make_cpu_ops(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from penstock.backend.engine.steps.draft_model import DraftAsk, HeadModel
 from penstock.backend.engine.steps.model_drafting import ModelDrafting
@@ -175,3 +176,24 @@ def test_answers_are_the_same_with_a_head(copies: bool) -> None:
         loaded.close()
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
+
+
+def test_head_counts_in_the_plan_and_files_without_it_are_served(tmp_path: Path) -> None:
+    """As those of fine-tuned models, whose config.json still speaks of one."""
+    model_dir = add_head(make_checkpoint("qwen3.5", tmp_path))
+    with_head = CpuDecoderPass.describe(model_dir, OPTIONS)
+    without = CpuDecoderPass.describe(model_dir, replace(OPTIONS, guesses_tokens=False))
+    assert (with_head.guesses_tokens, without.guesses_tokens) == (True, False)
+    assert with_head.kv_bytes_per_token["fp32"] == 2 * without.kv_bytes_per_token["fp32"]
+    assert with_head.state_bytes_per_sequence == without.state_bytes_per_sequence + 4 * 64
+    num_bytes = sum(w.nbytes for n, w in load_file(model_dir / "model.safetensors").items() if n.startswith("mtp."))
+    assert with_head.weight_bytes == without.weight_bytes + num_bytes
+    assert with_head.workspace_bytes == MAX_STATE_DRAFTS * with_head.state_bytes_per_sequence
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({n: w for n, w in tensors.items() if not n.startswith("mtp.")}, model_dir / "model.safetensors")
+    assert CpuDecoderPass.describe(model_dir, OPTIONS) == replace(without, verifies_drafts=False)
+    loaded = CpuDecoderPass.load(model_dir, OPTIONS)
+    assert loaded.make_guesser() is None
+    loaded.close()
+    (model_dir / "model.safetensors").unlink()  # before a hub's file is downloaded
+    assert CpuDecoderPass.describe(model_dir, OPTIONS).guesses_tokens
