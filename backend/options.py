@@ -212,8 +212,7 @@ class BackendOptions:
     """File descriptor of the memory for pages, which `penstock serve` keeps."""
 
     hand_over_fds: Annotated[tuple[int, ...], Parameter(show=False)] = ()
-    """The file descriptors of the memory for pages, and of that for checkpoints, that it leaves to its successor, which
-    `penstock serve` keeps."""
+    """File descriptors of the memory for pages and for checkpoints that it leaves to its successor."""
 
     adapters_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the list of adapters that were loaded at run time, which `penstock serve` keeps."""

@@ -35,8 +35,6 @@ class DraftChoice:
     """The draft model that the operator has chosen."""
 
     name: str
-    is_alone: bool
-    """Nothing else guesses."""
     config_dir: Path
     pass_class: type[IBatchedForwardPass]
     settings: PassOptions
@@ -104,15 +102,6 @@ class DraftChoice:
         logger.info("the draft model %s guesses tokens of up to %d sequences", self.name, MAX_ROWS)
         self.model = DraftModel(loaded, plan.num_pages, plan.page_size_tokens, self.settings.max_batch_tokens)
 
-    def make_desk(
-        self, executor: IDraftExecutor, scheduler: ISequenceScheduler, times: StepTimes, spec: PassSpec
-    ) -> DraftDesk:
-        """spec: the target's."""
-        if self.model is None:
-            raise RuntimeError("the draft model is not loaded; this is a bug")
-        limit = self.spec.max_context_tokens
-        return _make_desk(self.model, executor, scheduler, times, spec, limit, is_alone=self.is_alone)
-
     def _num_pages(self, plan: KvPlan) -> int:
         return plan.num_pages + num_spare_pages(plan.page_size_tokens)
 
@@ -135,25 +124,29 @@ def _make_desk(
     return DraftDesk(model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
 
 
-def desk_of_head(
+def make_desk(
+    draft: DraftChoice | None,
     options: BackendOptions,
     forward_pass: IBatchedForwardPass,
-    settings: PassOptions,
     plan: KvPlan | WholePlan,
     executor: IDraftExecutor,
     scheduler: ISequenceScheduler,
     times: StepTimes,
 ) -> DraftDesk | None:
-    """The desk of the model's own head that guesses; None if it has none. Raises StartupError if it must have one."""
+    """The desk of the draft model, or of the model's own head that guesses; None without either. Raises StartupError if
+    there must be one."""
+    is_alone, spec = options.speculation == "draft", forward_pass.spec
+    if draft is not None and draft.model is not None:
+        limit = draft.spec.max_context_tokens
+        return _make_desk(draft.model, executor, scheduler, times, spec, limit, is_alone=is_alone)
     guesser = forward_pass.make_guesser() if isinstance(forward_pass, IGuessesTokens) else None
-    if guesser is None or isinstance(plan, WholePlan) or not settings.guesses_tokens:
-        if options.speculation == "draft":
+    if guesser is None or isinstance(plan, WholePlan):
+        if is_alone:
             raise StartupError(f"--speculation is draft, but {_NO_HEAD}, and no --draft-model is given")
         return None
     logger.info("the model's own head guesses tokens of up to %d sequences", MAX_ROWS)
-    model = HeadModel(guesser, plan.num_pages, plan.page_size_tokens, settings.max_batch_tokens)
-    limit, is_alone = plan.max_context_tokens, options.speculation == "draft"
-    return _make_desk(model, executor, scheduler, times, forward_pass.spec, limit, is_alone=is_alone)
+    model, limit = HeadModel(guesser, plan.num_pages, plan.page_size_tokens, MAX_ROWS), plan.max_context_tokens
+    return _make_desk(model, executor, scheduler, times, spec, limit, is_alone=is_alone)
 
 
 def plan_with_draft(
@@ -207,4 +200,4 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
     draft = pass_class.describe(config_dir, settings)
     if not draft.generates or len(draft.kv_windows) > 1 or draft.state_bytes_per_sequence:
         raise StartupError(f"--draft-model {name} must be a decoder with pages alone: it keeps a state, or pools")
-    return DraftChoice(name, options.speculation == "draft", config_dir, pass_class, settings, draft)
+    return DraftChoice(name, config_dir, pass_class, settings, draft)

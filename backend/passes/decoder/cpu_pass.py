@@ -97,19 +97,17 @@ class CpuDecoderPass(HostSampling):
             raise StartupError(f"{config.architecture} needs the CPU kernels: its heads of two sizes share pages")
         sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
         super().__init__(config.vocab_size, max_running, sampler)
-        self._config = config
-        self._ops = ops
-        self._dtype = dtype
+        self._config, self._ops, self._dtype = config, ops, dtype
         self._turns_heads = turns_heads
         self._places: PagePlaces | None = None
         self._model = DecoderModel(config, ops, weights, dtype, self._groups)
         for index, adapter in enumerate(adapters):
             self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
-        spec = with_states(spec, num_state_drafts)
-        verifies = isinstance(ops, NativeOps) and (config.delta_net is None or num_state_drafts > 0)
-        self._spec = replace(spec, verifies_drafts=verifies)
-        self._num_spares = num_state_drafts if verifies else 0
+        is_native = isinstance(ops, NativeOps)
+        self._num_spares = num_state_drafts if is_native else 0
+        verifies = is_native and (config.delta_net is None or num_state_drafts > 0)
+        self._spec = replace(with_states(spec, num_state_drafts), verifies_drafts=verifies)
         self._max_running = max_running
         self._num_pages = 0
         self._states = CopiedStates()
