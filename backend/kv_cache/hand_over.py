@@ -44,6 +44,8 @@ _SAVES_PER_STEP, _SAVED_BYTES = 16, 8_000_000
 FIRST_STATE_PLACE = 1 << 30
 """The places of checkpoints have numbers from here on."""
 _LOOKS_EVERY_S = 1.0
+_WITHDRAWN = bytes(16)
+"""In a row: another backend need not wait for a page here."""
 
 
 class HandOverMemory:
@@ -135,7 +137,7 @@ class HandOverMemory:
 
     def withdraw(self, index: int) -> None:
         if not self.follows:
-            self._rows.clear(index - self.first_place)
+            self._rows.write(PersistedPage(index - self.first_place, _WITHDRAWN, b""), 0)
 
     def is_intact(self, index: int) -> bool:
         return self._sum(index) == self._sums[index]
@@ -168,8 +170,9 @@ class HandOver(HostOffload):
         if self._memory.follows and self._num_steps_in_flight < 0:
             while (page := self._memory.follow(self._num_followed)) is not None:
                 self._num_followed += 1
-                self._num_host_pages += 1
-                self._add_found(page)
+                if page.page_hash != _WITHDRAWN:
+                    self._num_host_pages += 1
+                    self._add_found(page)
         return super().contains(page_hash)
 
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
