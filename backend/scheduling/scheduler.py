@@ -331,10 +331,7 @@ class Scheduler:
 
     def leave_pages(self) -> None:
         """Leave the pages of the running sequences to the next backend, which is ready."""
-        sequences = self._running.sequences
-        if self._running.states is not None:
-            self._running.states.leave(sequences)
-        self._pool.leave([name for each in sequences for name in each.kv.page_hashes[: each.kv.num_indexed_pages]])
+        self._running.leave_pages()
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """See `RunningSequences`. Call it when that step is launched."""

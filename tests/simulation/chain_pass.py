@@ -27,7 +27,6 @@ from penstock.backend.forward_pass import (
     TokenMasks,
     positions_to_verify,
 )
-from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
 from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
@@ -152,7 +151,7 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
-        self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
+        self._states = States(sizes.num_checkpoints, sizes.page_size, ROOT)
         self._writers = Writers()
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
@@ -307,8 +306,7 @@ class ChainPass:
         logprobs: list[tuple[int, int, EventLogprobs]] = []  # place, number of top tokens, entry
         num_drafts = [0] * len(batch.logit_rows) if batch.drafts is None else batch.drafts.tolist()
         places = positions_to_verify(num_drafts)
-        if self.spec.state_bytes_per_sequence and sum(num_drafts) > MAX_STATE_DRAFTS:
-            raise Violation(f"{sum(num_drafts)} drafts; states of {MAX_STATE_DRAFTS} can be kept")
+        self._states.check_drafts(sum(num_drafts))
         for place, row in enumerate(batch.logit_rows.tolist()):
             slot = self._slots[int(batch.slots[row])]
             if num_drafts[place] and slot.num_logprobs >= 0:

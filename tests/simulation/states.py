@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class States:
     """A state is the number of a sequence's tokens so far, and the cell after them. A pass with state goes on there."""
 
-    num_checkpoints: int
+    num_checkpoints: int | None
+    """None for a pass without states."""
     page_size: int
     root: int
     of_slots: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class States:
 
     def save(self, batch: StepBatch) -> None:
         places = [checkpoint for _, checkpoint in batch.state_saves]
-        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_checkpoints)):
+        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_checkpoints or 0)):
             raise Violation(f"states are saved to the checkpoints {places} of {self.num_checkpoints}")
         saved = {slot for slot, _ in batch.state_saves}
         if not saved <= set(batch.slots.tolist()):
@@ -55,6 +57,10 @@ class States:
             if self.of_slots[slot][0] % self.page_size:
                 raise Violation("a checkpoint is not at the end of a page")
             self.checkpoints[checkpoint] = self.of_slots[slot]
+
+    def check_drafts(self, num_drafts: int) -> None:
+        if self.num_checkpoints is not None and num_drafts > MAX_STATE_DRAFTS:
+            raise Violation(f"{num_drafts} drafts; {MAX_STATE_DRAFTS} states can be kept")
 
     def go_back(self, slot: int, num_rejected: int, written: list[int]) -> None:
         """Undo the last tokens of a step. written: the cells after its tokens."""
