@@ -306,7 +306,6 @@ class ChainPass:
         logprobs: list[tuple[int, int, EventLogprobs]] = []  # place, number of top tokens, entry
         num_drafts = [0] * len(batch.logit_rows) if batch.drafts is None else batch.drafts.tolist()
         places = positions_to_verify(num_drafts)
-        self._states.check_drafts(sum(num_drafts))
         for place, row in enumerate(batch.logit_rows.tolist()):
             slot = self._slots[int(batch.slots[row])]
             if num_drafts[place] and slot.num_logprobs >= 0:

@@ -51,16 +51,14 @@ class States:
         saved = {slot for slot, _ in batch.state_saves}
         if not saved <= set(batch.slots.tolist()):
             raise Violation("a state is saved of a slot that has no row")
+        if self.num_checkpoints is not None and batch.drafts is not None and batch.drafts.sum() > MAX_STATE_DRAFTS:
+            raise Violation(f"{batch.drafts.sum()} drafts; {MAX_STATE_DRAFTS} states can be kept")
         if batch.drafts is not None and not saved.isdisjoint(batch.slots[batch.logit_rows[batch.drafts > 0]].tolist()):
             raise Violation("a state is saved that drafts may have changed")
         for slot, checkpoint in batch.state_saves:
             if self.of_slots[slot][0] % self.page_size:
                 raise Violation("a checkpoint is not at the end of a page")
             self.checkpoints[checkpoint] = self.of_slots[slot]
-
-    def check_drafts(self, num_drafts: int) -> None:
-        if self.num_checkpoints is not None and num_drafts > MAX_STATE_DRAFTS:
-            raise Violation(f"{num_drafts} drafts; {MAX_STATE_DRAFTS} states can be kept")
 
     def go_back(self, slot: int, num_rejected: int, written: list[int]) -> None:
         """Undo the last tokens of a step. written: the cells after its tokens."""
