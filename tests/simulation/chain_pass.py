@@ -138,7 +138,7 @@ class ChainPass:
             copies_states=sizes.num_checkpoints is not None,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),
-            verifies_drafts=sizes.num_checkpoints is None,
+            verifies_drafts=True,
         )
         self._flavours = [*map(flavour_of, sizes.adapters), 0]
         """By adapter; the last one is NO_ADAPTER's."""
@@ -151,7 +151,7 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
-        self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
+        self._states = States(sizes.num_checkpoints, sizes.page_size, ROOT)
         self._writers = Writers()
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
@@ -308,12 +308,13 @@ class ChainPass:
         places = positions_to_verify(num_drafts)
         for place, row in enumerate(batch.logit_rows.tolist()):
             slot = self._slots[int(batch.slots[row])]
-            if num_drafts[place] and (slot.num_logprobs >= 0 or not self.spec.verifies_drafts):
+            if num_drafts[place] and slot.num_logprobs >= 0:
                 raise Violation("drafts of a row that may have none")
             if fault is not None and fault.kind == "nan" and fault.row == row:
                 token, accepted = NOT_FINITE, 0
             else:
                 token, accepted = self._verify(batch, row, num_drafts[place], [allowed.get(at) for at in places[place]])
+            self._states.go_back(int(batch.slots[row]), num_drafts[place] - accepted, self._written[row])
             if token != NOT_FINITE and slot.num_logprobs >= 0:
                 logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)

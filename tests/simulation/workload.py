@@ -199,7 +199,7 @@ class Setup:
             self.adapters = ("a", "b", "c")
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
-        self.has_drafts = seed % 8 in _WITH_DRAFTS
+        self.has_drafts = seed % 8 in _WITH_DRAFTS or (seed % _STATE_EVERY == 3 and seed // _STATE_EVERY % 4 != 1)
         self.has_draft_model = seed % 16 == 10 and is_chain
         if self.has_draft_model:  # it is asked while few run and nothing waits
             self.max_running = min(self.max_running, 4)
