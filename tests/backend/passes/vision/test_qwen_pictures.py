@@ -171,7 +171,8 @@ def test_log_probabilities_are_those_of_transformers(
     name: str, chunk: int, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_native:
-        monkeypatch.setattr("penstock.backend.passes.decoder.cpu_pass.load_kernels", lambda *_: None)
+        for module in ("decoder.cpu_pass", "vision.native_blocks"):
+            monkeypatch.setattr(f"penstock.backend.passes.{module}.load_kernels", lambda *_: None)
     oracle = make_oracle(name, tmp_path)
     bench = QwenBench(tmp_path, max_batch_tokens=chunk)
     prompt = Prompt(bench.memory)
