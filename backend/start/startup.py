@@ -63,6 +63,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         cpu_path=options.cpu_path,
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
         may_run_ahead=True,
+        needs_pictures=options.mmproj is not None,
         weights_fds=_pair(options.weights_fds),
     )
 

@@ -46,7 +46,7 @@ class VisionTower:
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> VisionTower | None:
         """None if the model's pictures are not taken. Raises StartupError."""
-        if (family := find_family(model_dir, options.device, says_why=True)) is None:
+        if (family := find_family(model_dir, options, says_why=True)) is None:
             return None
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
@@ -93,7 +93,7 @@ def _kernels_dtype(model_dir: Path, options: PassOptions) -> Dtype:
 
 def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
     """The spec of a decoder with its vision tower, if it has one. Raises StartupError."""
-    if not spec.generates or (family := find_family(model_dir, options.device)) is None:
+    if not spec.generates or (family := find_family(model_dir, options)) is None:
         return spec
     config, processor = read_config(model_dir), read_processor(model_dir)
     (max_picture_bytes, num_patches), vision = _limits(config, processor, family), config.vision_config
