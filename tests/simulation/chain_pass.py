@@ -239,8 +239,13 @@ class ChainPass:
             if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
                 raise Violation(f"embeddings are given for the tokens {ids[place]}")
             ids[place] = tokens
-        if FROM_EMBEDDINGS in ids:
-            raise Violation("a token whose embedding is not given")
+        if FROM_EMBEDDINGS in ids or min(ids) < FROM_EMBEDDINGS:
+            raise Violation("a token whose embedding is not given, or a picture's id")
+        lengths = np.diff(batch.query_starts)
+        if batch.visible_ends is not None and (
+            (batch.visible_ends > np.repeat(batch.context_lens + lengths, lengths)).any()
+        ):
+            raise Violation("a token sees one that is not computed")
 
     def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
         lengths = [end - start for start, end in pairwise(starts)]
