@@ -39,6 +39,7 @@ class Judge:
             self._world.covered["joined"] += 1
             self._world.covered["joined late"] += opened is None or opened.next_index > 0
             self._world.covered["joined with constraints"] += ask.constraints is not None
+            self._world.covered["joined with pictures"] += bool(ask.spans)
             self._world.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
             if found is not None and found.sequence.order < 0 and ask.admitted_ns:
                 rank, admitted_ns, number = backend.places[found.sequence]
@@ -138,6 +139,7 @@ class Judge:
             elif row.needs_slot_init and row.sequence.generation:
                 self._world.covered["preempted and resumed"] += 1
                 self._world.covered["resumed with embeddings"] += row.sequence.embeddings is not None
+                self._world.covered["resumed with pictures"] += row.sequence.pictures is not None
 
     def judge_copy(self, source: int, num_tokens: int) -> None:
         """Judge a page copy when it is planned."""

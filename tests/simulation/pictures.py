@@ -19,10 +19,12 @@ from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
     from penstock.backend.scheduling.admission import AwaitedPictures
+    from penstock.backend.sequences.pictures import SequencePictures
+    from penstock.shm.messages import Generate
     from tests.simulation.world import World
 
 _GRID = (1, 1, 1)
-_FAULT_RATE = 0.05
+_FAULT_RATE = 0.1
 
 
 class PixelStore:
@@ -108,6 +110,11 @@ class JudgedDesk(PictureDesk):
         cache = PictureCache(4 * world.setup.picture_cache_tokens)
         super().__init__(tower, cache, 4, awaited, delivery, sees_whole=world.setup.sees_whole)
         self._world = world
+
+    def pictures_of(self, message: Generate) -> SequencePictures | None:
+        pictures = super().pictures_of(message)
+        self._world.covered["pictures found again"] += pictures is not None and pictures.missing_from(0) is None
+        return pictures
 
     def _fail(self, encoding: Encoding, source: Any) -> None:
         if not isinstance(encoding.error, BadPixels):

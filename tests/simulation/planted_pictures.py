@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.backend.engine.pictures.desk import PictureDesk
+from penstock.backend.engine.pictures.tower_thread import BadPixels
 from penstock.backend.scheduling.admission import AwaitedPictures
 from penstock.backend.sequences.pictures import HostRows, SequencePictures
 from penstock.backend.sequences.sequence import Sequence
@@ -21,8 +22,10 @@ def _first_rows(rows_of: Any, pictures: SequencePictures, first: int, end: int) 
     return found
 
 
-def _fails_all(_: Any, desk: PictureDesk, encoding: Any, source: Any) -> None:
-    if source is not None and source[0].subscribers:
+def _fails_all(fail: Any, desk: PictureDesk, encoding: Any, source: Any) -> None:
+    if not isinstance(encoding.error, BadPixels):
+        fail(desk, encoding, source)
+    elif source is not None and source[0].subscribers:
         desk._delivery.fail(source[0], FailureCode.BAD_PICTURE, str(encoding.error))
 
 

@@ -105,7 +105,7 @@ class World:
             self.covered["grammars compiled"] += self.backend.compile_pool.advance()
         if not self.may_fail or self.rng.random() < self.setup.rates["compile"]:
             self.backend.executor.late_masks.advance_one()
-        if not self.may_fail or self._picture_rng.random() < 0.4:
+        if not self.may_fail or self._picture_rng.random() < 0.25:
             self.backend.tower.advance()
         self._run_device()
         if not self.may_fail or self.rng.random() >= self.setup.rates["nap"]:

@@ -68,7 +68,9 @@ class StreamTable:
             return Failure(message.request_id, FailureCode.INTERNAL, text="such a request cannot linger")
         if linger.stream in self._streams:
             return None
-        num_bytes = len(linger.record) + sum(each.pixels.num_bytes for each in message.pictures if each.pixels is not None)
+        num_bytes = len(linger.record) + sum(
+            each.pixels.num_bytes for each in message.pictures if each.pixels is not None
+        )
         self._evict(self._max_bytes - num_bytes, self._max_streams - 1)
         if len(self._streams) < self._max_streams and self._num_bytes + num_bytes <= self._max_bytes:
             return None

@@ -38,6 +38,7 @@ from penstock.backend.passes.shared_weights.memory_trimming import return_freed_
 
 logger = logging.getLogger("penstock.backend")
 
+
 def choose_dtype(config: EncoderConfig, options: PassOptions) -> torch.dtype:
     """The dtype to compute in; "auto" is bf16 where the kernels multiply it faster than fp32. Raises StartupError."""
     match options.dtype:
