@@ -128,18 +128,11 @@ class Backend:
         intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
         canceller = Canceller(self.board, table, delivery, streams, world.clock)
         orders = AdapterTable(self.link, table, AdapterSet())
-        self.requests = RequestHandling(
-            table, intake, delivery, canceller, vectors, streams, orders, step_timing, self.desk
-        )
-        self.engine = Engine(
-            self.link,
-            self.executor,
-            self.scheduler,
-            FaultyBuilder(world, -(-setup.context // setup.page_size), has_adapters=bool(self.adapters)),
-            self.requests,
-            self.board,
-            world.clock,
-        )
+        others = (delivery, canceller, vectors, streams, orders, step_timing, self.desk)
+        self.requests = RequestHandling(table, intake, *others)
+        builder = FaultyBuilder(world, -(-setup.context // setup.page_size), has_adapters=bool(self.adapters))
+        parts_of_loop = (self.scheduler, builder, self.requests, self.board, world.clock)
+        self.engine = Engine(self.link, self.executor, *parts_of_loop)
         self.engine.draft_desk = make_desk(world, drafting, pass_sizes, self.executor, self.scheduler)
         self.is_draining, self.num_joined = False, 0
         self.places: dict[Sequence, tuple[float, int, int]] = {}

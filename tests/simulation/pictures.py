@@ -12,12 +12,14 @@ import numpy as np
 
 from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.engine.pictures.tower_thread import BadPixels, Encoding, EncodingCancelled, _read
+from penstock.backend.forward_pass import FROM_EMBEDDINGS
 from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.messages import ArenaRef, Picture, picture_digest, picture_token_ids
 from tests.simulation.violations import PlantedFault, Violation
 
 if TYPE_CHECKING:
+    from penstock.backend.forward_pass import StepBatch
     from penstock.backend.scheduling.admission import AwaitedPictures
     from penstock.backend.sequences.pictures import SequencePictures
     from penstock.shm.messages import Generate
@@ -59,6 +61,22 @@ class PixelStore:
     def free(self, request_id: int) -> None:
         for ref in self._refs.pop(request_id, []):
             del self._pixels[ref]
+
+
+def take_embeddings(batch: StepBatch, ids: list[int]) -> None:
+    """Put tokens in the place of embeddings, whose only value they are."""
+    for given in batch.embeddings:
+        tokens = [int(row[0]) for row in given.values.read()]
+        place = slice(given.first, given.first + len(tokens))
+        if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
+            raise Violation(f"embeddings are given for the tokens {ids[place]}")
+        ids[place] = tokens
+    if min(ids) <= FROM_EMBEDDINGS:
+        raise Violation("a token whose embedding is not given, or a picture's id")
+    lengths = np.diff(batch.query_starts)
+    ends = np.repeat(batch.context_lens + lengths, lengths)
+    if batch.visible_ends is not None and (batch.visible_ends > ends).any():
+        raise Violation("a token sees one that is not computed")
 
 
 class SimulatedTower:

@@ -31,9 +31,7 @@ def _fails_all(fail: Any, desk: PictureDesk, encoding: Any, source: Any) -> None
 
 PICTURE_BUGS: dict[str, Plant] = {
     "a later chunk of a picture has its first embeddings": wrap(SequencePictures, "rows_of", _first_rows),
-    "a step ends within a picture that is seen whole": wrap(
-        Sequence, "whole_chunk", lambda _, sequence, num_tokens, budget: num_tokens
-    ),
+    "a step ends within a picture that is seen whole": wrap(Sequence, "whole_chunk", lambda *args: args[2]),
     "pixels that one request has lost fail all that share its sequence": wrap(PictureDesk, "_fail", _fails_all),
     "sequences are not looked at again when their picture is encoded": wrap(
         AwaitedPictures, "release", lambda *_: None

@@ -24,10 +24,9 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
 from penstock.backend.passes.cpu.path_choice import load_kernels, multiplies_bf16
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
-from penstock.backend.passes.decoder.cpu_pass import SPIN_S
 from penstock.backend.passes.encoder import cuda_loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsupported_by_kernels

@@ -1,7 +1,7 @@
 """Blocks of plain vision transformers by our own CPU kernels, which encoders have too, in place of torch's.
 
-A block adds the attention of a norm and then the MLP of a norm to the residual stream, which stays in fp32. Attention is
-over all patches of a picture or a window, with learned positions in front or rotary ones on two axes.
+A block adds the attention of a norm and then the MLP of a norm to the residual stream, which stays in fp32. A patch
+attends to all of its tile, picture or window; positions are learned and added in front, or rotary on two axes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,17 @@ from penstock.backend.checkpoint.config_json import choose_dtype
 from penstock.backend.checkpoint.encoders.encoder_config import Activation
 from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.cpu.library.native_structs import (
-    NORM_KINDS,
-    Buffer,
-    LinearOutput,
-    Operation,
-    Shape,
-)
-from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
-from penstock.backend.passes.cpu.path_choice import load_kernels, multiplies_bf16
-from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
-from penstock.backend.passes.decoder.cpu_pass import SPIN_S
-from penstock.backend.passes.encoder.native_ops import (
+from penstock.backend.passes.cpu.library.encoder_structs import (
     OUTPUTS,
     EncoderAttention,
     EncoderOperation,
     EncoderStepRows,
     declare_encoder_functions,
 )
+from penstock.backend.passes.cpu.library.native_structs import NORM_KINDS, Buffer, LinearOutput, Operation, Shape
+from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
+from penstock.backend.passes.cpu.path_choice import load_kernels, multiplies_bf16
+from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
 
 _HEAD_UNIT = 16
 """The kernels' heads are a multiple of it."""
@@ -243,7 +236,8 @@ class _Engine:
         def pack(parts: tuple[str, ...], factor: Any = 1.0, padded_dim: int | None = None, inner: float = 1.0) -> Any:
             """The linears one behind the other. padded_dim: of which heads are filled. inner: the weight's alone."""
             weight, bias = joined(parts, "weight"), joined(parts, "bias")
-            assert weight is not None
+            if weight is None:
+                raise TypeError(f"{parts} have no weights")
             weight = weight * (factor * inner)
             bias = None if bias is None else (bias[:, None] * factor).flatten()
             if padded_dim is not None:

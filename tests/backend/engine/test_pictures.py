@@ -21,17 +21,13 @@ from penstock.backend.forward_pass import FROM_EMBEDDINGS
 from penstock.backend.passes.fake import EMBEDDING_SIZE, FakePass, FakeTower, embedded_token
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 from penstock.backend.sequences.pictures import PictureCache
-from penstock.shm.link.events import Cancellation, FrontendDeath
 from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.messages import (
     ArenaRef,
     AskQuote,
     FailureCode,
     Finish,
-    Keep,
-    Linger,
     Picture,
-    StreamName,
     picture_digest,
     picture_token_ids,
 )
@@ -212,26 +208,6 @@ def test_equal_requests_are_one_sequence_that_outlives_the_one_with_the_pixels(b
     bench.run()
     assert bench.received(1).token_ids == due
     assert bench.board.requests_coalesced == 1
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_lingering_request_goes_on_without_the_frontend_that_holds_its_pixels(
-    bench: PictureBench, leaves: bool
-) -> None:
-    parts: list[int | bytes] = [1, picture(12), 2, picture(3)]
-    linger = Linger(StreamName(b"", "s"), 30)
-    due = bench.ask(parts, linger=linger)
-    bench.turn()
-    assert bench.board.lingering_bytes > 64 * 15
-    gone = Cancellation(1, 0, keep=Keep.ALL) if leaves else FrontendDeath(1)
-    bench.link.arrivals.append(gone)
-    bench.pixels.stored.clear()
-    bench.run()
-    assert bench.board.lingering_bytes < 64 * 15
-    bench.ask(parts, request_id=1, linger=linger, frontend=2)
-    bench.turn()
-    assert bench.received(1, frontend=2).token_ids == due
-    assert bench.received(1, frontend=2).finishes == [Finish.LENGTH]
 
 
 def test_equal_pictures_in_other_prompts_are_encoded_once(bench: PictureBench) -> None:

@@ -14,14 +14,14 @@ constexpr i64 kKeyUnit = 32;          // positions are padded to a multiple: the
 constexpr i64 kTileScores = 8 << 10;  // of a tile of queries: they stay in L1
 constexpr i64 kTileQueries = 48;      // at most
 
-struct EncoderAttention {  // mirrored by encoder's native_ops.py
+struct EncoderAttention {  // mirrored by encoder_structs.py
     const float* bias;  // [heads][2 × bias_reach - 1], of keys bias_reach - 1 before the query and so on; or null
     i64 bias_reach;
     i64 window;       // positions to each side; -1 for all
     i64 rope_offset;  // as in Attention
 };
 
-struct FirstAttention {  // mirrored by encoder's native_ops.py
+struct FirstAttention {  // mirrored by encoder_structs.py
     const EncoderAttention* attention;
     float* residual;
     const void* attended;  // of the step's first token, as residual
