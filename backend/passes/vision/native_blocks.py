@@ -11,13 +11,14 @@ import weakref
 from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.backend.checkpoint.config_json import choose_dtype
+from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.encoders.encoder_config import Activation
 from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions
@@ -51,9 +52,6 @@ class _Names:
     mlp_out: str
     factors: tuple[str, ...] = ()
     """Of what attention and MLP add."""
-
-    def linears(self) -> tuple[str, ...]:
-        return (*self.qkv, self.output, *self.mlp_in, self.mlp_out)
 
 
 def _qkv(attention: str) -> tuple[str, ...]:
@@ -138,33 +136,32 @@ class _Layout:
         """Fill heads along the dimension with zeros. Halves, which are rotated together, stay halves."""
         if self.padded_dim == self.head_dim:
             return x
-        heads = x.unflatten(dim, (-1, self.head_dim // 2)).movedim(dim + 1, -1)
-        filled = functional.pad(heads, (0, (self.padded_dim - self.head_dim) // 2))
-        return filled.movedim(-1, dim + 1).flatten(dim, dim + 1)
+        x = x.movedim(dim, -1)
+        halves = x.reshape(*x.shape[:-1], -1, self.head_dim // 2)
+        return functional.pad(halves, (0, (self.padded_dim - self.head_dim) // 2)).flatten(-2).movedim(-1, dim)
 
 
 def _blocks(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__ in _BLOCKS]
 
 
-def choose_kernels_dtype(options: PassOptions, own: Dtype) -> Dtype:
-    """The dtype of weights and activations in the kernels: the pass's, but fp32 on CPUs without products of bf16. own:
-    the checkpoint's."""
-    return choose_dtype(options.dtype, own) if multiplies_bf16(options.cpu_path) else Dtype.FP32
+def kernels_dtype(model_dir: Path, options: PassOptions) -> Dtype:
+    """Of weights and activations in the kernels: the model's, but fp32 on CPUs without products of bf16."""
+    own = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
+    return own if multiplies_bf16(options.cpu_path) else Dtype.FP32
 
 
 def saved_bytes(model: nn.Module, vision: Any, dtype: Dtype) -> int:
     """Bytes that the blocks' weights need less than in fp32, if `use_kernels` packs them."""
     if (layout := _Layout.of(model, vision)) is None:
         return 0
-    num_values = num_packed = 0
-    for block in _blocks(model):
-        for name in layout.names.linears():
-            values = block.get_submodule(name).weight.numel()
-            num_values += values
-            is_mlp = name in (*layout.names.mlp_in, layout.names.mlp_out)
-            num_packed += values if is_mlp else values * layout.padded_dim // layout.head_dim
-    return 4 * num_values - dtype.itemsize * num_packed
+    blocks, names = _blocks(model), layout.names
+    attention, mlp = (
+        sum(blocks[0].get_submodule(part).weight.numel() for part in parts)
+        for parts in ((*names.qkv, names.output), (*names.mlp_in, names.mlp_out))
+    )
+    num_packed = attention * layout.padded_dim // layout.head_dim + mlp
+    return len(blocks) * (4 * (attention + mlp) - dtype.itemsize * num_packed)
 
 
 def use_kernels(model: nn.Module, vision: Any, cpu_path: str, dtype: Dtype) -> None:
@@ -229,32 +226,25 @@ class _Engine:
         quick = _QUICK_GELU if layout.is_quick else 1.0
         factors = [block.get_parameter(name)[:, None] for name in names.factors] or [1.0, 1.0]
 
-        def joined(parts: tuple[str, ...], of: str) -> Tensor | None:
-            values = [getattr(block.get_submodule(part), of) for part in parts]
-            return None if values[0] is None else torch.cat(values)
-
-        def pack(parts: tuple[str, ...], factor: Any = 1.0, padded_dim: int | None = None, inner: float = 1.0) -> Any:
-            """The linears one behind the other. padded_dim: of which heads are filled. inner: the weight's alone."""
-            weight, bias = joined(parts, "weight"), joined(parts, "bias")
-            if weight is None:
-                raise TypeError(f"{parts} have no weights")
-            weight = weight * (factor * inner)
-            bias = None if bias is None else (bias[:, None] * factor).flatten()
-            if padded_dim is not None:
-                weight = layout.padded(weight, padded_dim)
-                bias = layout.padded(bias, 0) if bias is not None and padded_dim == 0 else bias
+        def pack(
+            parts: tuple[str, ...], factor: Any = 1.0, dim: int | None = None, weights: float = 1.0
+        ) -> PackedLinear:
+            """The linears one behind the other. dim: of which heads are filled. weights: another factor, of these."""
+            linears = [block.get_submodule(part) for part in parts]
+            weight, bias = torch.cat([each.weight for each in linears]) * factor * weights, None
+            if linears[0].bias is not None:
+                bias = (torch.cat([each.bias for each in linears])[:, None] * factor).flatten()
+                bias = layout.padded(bias, 0) if dim == 0 else bias
+            weight = weight if dim is None else layout.padded(weight, dim)
             return self._packer.pack(weight, bias, 1.0, is_gated=len(parts) == 2)
 
-        norms = tuple(
-            torch.cat([each for each in (norm.weight, getattr(norm, "bias", None)) if each is not None]).float()
-            for norm in map(block.get_submodule, names.norms)
-        )
+        norms = [torch.cat([*block.get_submodule(name).parameters()]).float() for name in names.norms]
         return _PackedBlock(
             (norms[0], norms[1]),
-            pack(names.qkv, padded_dim=0),
-            pack((names.output,), factors[0], padded_dim=1),
+            pack(names.qkv, dim=0),
+            pack((names.output,), factors[0], dim=1),
             pack(names.mlp_in, quick),
-            pack((names.mlp_out,), factors[1], inner=1 / quick),
+            pack((names.mlp_out,), factors[1], weights=1 / quick),
         )
 
     def run(
@@ -273,38 +263,28 @@ class _Engine:
         for buffer in (self._hidden, self._qkv, self._attended, self._activated):
             buffer.reserve(num_tokens)
         hidden, qkv, attended = self._hidden.address, self._qkv.address, self._attended.address
-        attention = EncoderAttention(window=-1)
-        to_attention = [
-            Operation(EncoderOperation.NORM, block.norms[0].data_ptr(), residual, hidden),
-            Operation(EncoderOperation.LINEAR, block.qkv.address, hidden, qkv, LinearOutput.STORE),
+        activated, attention = self._activated.address, EncoderAttention(window=-1)
+        norm, linear = partial(Operation, EncoderOperation.NORM), partial(Operation, EncoderOperation.LINEAR)
+        before = [
+            norm(block.norms[0].data_ptr(), residual, hidden),
+            linear(block.qkv.address, hidden, qkv, LinearOutput.STORE),
         ]
         turns = None
         if position_embeddings is not None:
-            turns = torch.cat([self._half(part).view(num_tokens, -1) for part in position_embeddings], 1).contiguous()
-            to_attention.append(Operation(EncoderOperation.ROTATE, ctypes.addressof(attention), None, qkv))
-        self._run(to_attention, torch.tensor([0, num_tokens]), turns)
+            halves = [self._layout.padded(each.reshape(num_tokens, -1).float(), 1) for each in position_embeddings]
+            turns = torch.cat([each[:, : self._layout.padded_dim // 2] for each in halves], 1)
+            before.append(Operation(EncoderOperation.ROTATE, ctypes.addressof(attention), None, qkv))
+        self._run(before, torch.tensor([0, num_tokens]), turns)
         starts = torch.arange(0, num_tokens + 1, result.shape[-2]) if cu_seqlens is None else cu_seqlens
-        self._run(
-            [
-                Operation(EncoderOperation.ATTENTION, ctypes.addressof(attention), qkv, attended),
-                Operation(EncoderOperation.LINEAR, block.output.address, attended, residual, LinearOutput.ADD),
-                Operation(EncoderOperation.NORM, block.norms[1].data_ptr(), residual, hidden),
-                Operation(
-                    EncoderOperation.LINEAR, block.mlp_in.address, hidden, self._activated.address, self._layout.output
-                ),
-                Operation(
-                    EncoderOperation.LINEAR, block.mlp_out.address, self._activated.address, residual, LinearOutput.ADD
-                ),
-            ],
-            starts,
-            None,
-        )
+        after = [
+            Operation(EncoderOperation.ATTENTION, ctypes.addressof(attention), qkv, attended),
+            linear(block.output.address, attended, residual, LinearOutput.ADD),
+            norm(block.norms[1].data_ptr(), residual, hidden),
+            linear(block.mlp_in.address, hidden, activated, self._layout.output),
+            linear(block.mlp_out.address, activated, residual, LinearOutput.ADD),
+        ]
+        self._run(after, starts, None)
         return result
-
-    def _half(self, turns: Tensor) -> Tensor:
-        """The first of two equal halves, filled."""
-        half = turns[..., : self._layout.head_dim // 2].float()
-        return functional.pad(half, (0, (self._layout.padded_dim - self._layout.head_dim) // 2))
 
     def _run(self, operations: list[Operation], starts: Tensor, turns: Tensor | None) -> None:
         """turns: [patches, padded_dim] cosines and sines."""

@@ -12,13 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from penstock.backend.checkpoint.config_json import read_declared_dtype
-from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PassOptions, PassSpec
 from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.passes.vision.checkpoint import empty_model, find_family, load_model, read_config
 from penstock.backend.passes.vision.families import Grid, VisionFamily
-from penstock.backend.passes.vision.native_blocks import choose_kernels_dtype, saved_bytes, use_kernels
+from penstock.backend.passes.vision.native_blocks import kernels_dtype, saved_bytes, use_kernels
 from penstock.backend.passes.vision.pixels import Normalization, read_processor
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
@@ -51,7 +49,7 @@ class VisionTower:
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
         if options.device == "cpu":
-            use_kernels(model, config.vision_config, options.cpu_path, _kernels_dtype(model_dir, options))
+            use_kernels(model, config.vision_config, options.cpu_path, kernels_dtype(model_dir, options))
         normalization = Normalization.read(processor, family)
         return cls(model, family, normalization, _limits(config, processor, family)[0])
 
@@ -87,10 +85,6 @@ def _limits(config: Any, processor: dict[str, Any], family: VisionFamily) -> tup
     return min(num_bytes, 4 * MAX_CONTEXT_TOKENS), num_patches
 
 
-def _kernels_dtype(model_dir: Path, options: PassOptions) -> Dtype:
-    return choose_kernels_dtype(options, read_declared_dtype(model_dir) or Dtype.BF16)
-
-
 def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
     """The spec of a decoder with its vision tower, if it has one. Raises StartupError."""
     if not spec.generates or (family := find_family(model_dir, options)) is None:
@@ -104,7 +98,7 @@ def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> Pass
         patch_values += num_patches  # transformers makes a mask of all pairs
     workspace_bytes = 4 * num_patches * patch_values + 6 * max_picture_bytes
     if options.device == "cpu":
-        weight_bytes -= saved_bytes(model, vision, _kernels_dtype(model_dir, options))
+        weight_bytes -= saved_bytes(model, vision, kernels_dtype(model_dir, options))
         workspace_bytes += PICTURE_CACHE_BYTES
     return replace(
         spec,
