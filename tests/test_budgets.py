@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 98_150
+MAX_PRODUCT_LINES = 98_151
 MAX_LABORATORY_LINES = 20_120
 MAX_DOC_WORDS = 78_580
 MIN_ENTRIES, MAX_MODULES = 4, 12

@@ -157,7 +157,7 @@ def saved_bytes(model: nn.Module, vision: Any, dtype: Dtype) -> int:
         return 0
     blocks, names = _blocks(model), layout.names
     attention, mlp = (
-        sum(blocks[0].get_submodule(part).weight.numel() for part in parts)
+        sum(int(blocks[0].get_submodule(part).weight.numel()) for part in parts)
         for parts in ((*names.qkv, names.output), (*names.mlp_in, names.mlp_out))
     )
     num_packed = attention * layout.padded_dim // layout.head_dim + mlp
