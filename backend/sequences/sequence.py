@@ -133,6 +133,7 @@ class Sequence:
         "constraints",
         "embeddings",
         "ended",
+        "failed_generation",
         "fast_path_until",
         "final_generation",
         "generation",
@@ -258,6 +259,8 @@ class Sequence:
         """The generation whose later rows are dropped."""
         self.final_generation = -1
         """The generation in which a token ended it for all subscribers, or a step of it failed."""
+        self.failed_generation = -1
+        """The generation in which a step of it could not be launched: those before it, which may still run, count."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 

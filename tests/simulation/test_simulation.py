@@ -156,7 +156,7 @@ def test_every_request_receives_its_tokens_and_its_end_whatever_happens(
     assert not missed, f"these occurred too seldom: {[(name, everything[name]) for name in missed]}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2, 1007])  # 1007: a step cannot be launched behind one that runs
 def test_seed_gives_the_same_run_every_time(seed: int) -> None:
     stories: list[list[str]] = [[], []]
     for story in stories:
