@@ -257,10 +257,9 @@ class Sequence:
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1
         """The generation whose later rows are dropped."""
-        self.final_generation = -1
-        """The generation in which a token ended it for all subscribers, or a step of it failed."""
-        self.failed_generation = -1
-        """The generation in which a step of it could not be launched: those before it, which may still run, count."""
+        self.final_generation = self.failed_generation = -1
+        """The generation in which a token ended it for all subscribers, or a step of it failed; and that in which one
+        could not be launched. Earlier steps, which may still run, count."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 
