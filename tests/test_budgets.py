@@ -7,9 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 98_156
-MAX_LABORATORY_LINES = 20_120
-MAX_DOC_WORDS = 78_580
+MAX_PRODUCT_LINES = 98_255
+MAX_LABORATORY_LINES = 20_165
+MAX_DOC_WORDS = 78_640
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
@@ -18,7 +18,7 @@ MAX_LINES = {
     "backend/engine": 5_446,
     "backend/forward_pass": 851,
     "backend/kv_cache": 2_650,
-    "backend/passes": 19_005,
+    "backend/passes": 19_104,
     "backend/sampling": 840,
     "backend/scheduling": 2_140,
     "backend/sequences": 989,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_300,
+    "tools/gpu": 7_345,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""
