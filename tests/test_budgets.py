@@ -7,22 +7,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 98_070
-MAX_LABORATORY_LINES = 20_150
-MAX_DOC_WORDS = 78_580
+MAX_PRODUCT_LINES = 99_030
+MAX_LABORATORY_LINES = 20_190
+MAX_DOC_WORDS = 78_870
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
-    "backend/checkpoint": 13_620,
-    "backend/engine": 5_445,
-    "backend/forward_pass": 840,
-    "backend/kv_cache": 2_650,
-    "backend/passes": 18_820,
+    "backend/checkpoint": 13_690,
+    "backend/engine": 5_480,
+    "backend/forward_pass": 900,
+    "backend/kv_cache": 2_700,
+    "backend/passes": 19_500,
     "backend/sampling": 840,
-    "backend/scheduling": 2_140,
-    "backend/sequences": 980,
-    "backend/start": 1_160,
+    "backend/scheduling": 2_150,
+    "backend/sequences": 1_000,
+    "backend/start": 1_210,
     "backend/structured_output": 2_300,
     "frontend": 1_320,
     "frontend/access": 860,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_330,
+    "tools/gpu": 7_370,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

@@ -170,7 +170,9 @@ def plan_spec(
 def captured_sizes_of(
     config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
 ) -> list[int]:
-    """Return `captured_sizes` of a model."""
+    """Return `captured_sizes` of a model. Grouped products of experts allocate, so no captured step has them."""
+    if config.experts is not None and (grouped_rows := choose_matmul(sizes).grouped_rows):
+        sizes = replace(sizes, max_tokens=min(sizes.max_tokens, grouped_rows - 1))
     weights = make_spec(config, Dtype.of(dtype), KV_MACRO).weight_bytes // dtype.itemsize
     return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
 
@@ -193,7 +195,7 @@ def captured_sizes(
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
     if not sizes.deterministic:
-        return WholeMatmul(sizes.choices.quantised_rows)
+        return WholeMatmul(sizes.choices.quantised_rows, grouped_rows=sizes.choices.grouped_rows)
     if not sizes.choices.whole_products:
         return BlockedMatmul()
     forbid_split_sums()
@@ -302,33 +304,29 @@ def attention_by_window(
     Raises ValueError for what no kernel supports.
     """
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
+    # With two kernels a row's bits would depend on whether its step has a picture. All layers have the same tiles, so
+    # they fit both kernels.
+    has_pictures = config.pictures_see_whole != "nowhere"
+    may_use_wgmma = has_wgmma and not (has_pictures and (sizes.deterministic or layout.head_dim > 128))
 
     def make_attention(window: int | None) -> StepAttention:
         window_tokens, sees_ahead = window or 0, config.sees_whole_pictures(layer_windows(config).index(window))
-        # With two kernels a row's bits would depend on whether its step has a picture.
-        may_use_wgmma = has_wgmma and not (sees_ahead and sizes.deterministic)
         prefill = PrefillAttention(
-            layout, config.num_heads, scale, window_tokens, softcap, choices, may_use_wgmma, sees_ahead
-        )
+            layout, config.num_heads, scale, window_tokens, softcap, choices, may_use_wgmma,
+            num_sms=num_sms, sees_ahead=sees_ahead,
+        )  # fmt: skip
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
         return TwoKernelAttention(
             DecodeAttention(
-                layout,
-                config.num_heads,
-                scale,
-                max_rows=sizes.max_rows,
-                max_context_tokens=sizes.max_context_tokens,
-                num_sms=num_sms,
-                shared_bytes_per_sm=shared_bytes_per_sm,
-                window_tokens=window_tokens,
-                softcap=softcap,
+                layout, config.num_heads, scale, max_rows=sizes.max_rows, max_context_tokens=sizes.max_context_tokens,
+                num_sms=num_sms, shared_bytes_per_sm=shared_bytes_per_sm, window_tokens=window_tokens, softcap=softcap,
                 choices=choices,
             ),
             prefill,
             prefill_sizes,
-        )
+        )  # fmt: skip
 
     windows = dict.fromkeys(layer_windows(config))
     full_layout = make_full_layout(config, layout)
