@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, attention_by_window, make_layout
 from penstock.backend.passes.vision.tower import VisionTower, with_pictures
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.vision.test_pictures import MODELS, check_answers
 from tests.backend.passes.vision.test_pictures import make_oracle as make_gemma
 from tests.backend.passes.vision.test_qwen_pictures import Prompt, QwenBench, check
 from tests.backend.passes.vision.test_qwen_pictures import make_oracle as make_qwen
+from tests.checkpoints import make_config
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ONE_HEAD: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1}
@@ -66,3 +70,17 @@ def test_tokens_of_pictures_see_them_whole(name: str, is_deterministic: bool, tm
     served = load(tmp_path, options)
     assert served.spec.whole_picture_tokens > 0
     check_answers(served, model, oracle, sees_whole=True, page_size=16)
+
+
+@pytest.mark.parametrize(("head_dim", "is_deterministic"), [(64, False), (64, True), (256, False)])
+def test_warpgroups_multiply_where_pictures_have_the_same_tiles(head_dim: int, is_deterministic: bool) -> None:
+    """A step is cut into tiles for its kernel, and pictures have one without products of warpgroups."""
+    config = parse_decoder_config(make_config("gemma3", head_dim=head_dim).to_dict())
+    sizes = StepSizes(4, 64, 256, is_deterministic)
+    layout = make_layout(config, 1, 16, "bf16")
+    attentions = attention_by_window(
+        config, layout, sizes, torch.bfloat16, num_sms=1, shared_bytes_per_sm=164 << 10, has_wgmma=True
+    )
+    assert len(attentions) == 2
+    for attention in attentions.values():
+        assert any(kernel.needs_wgmma for kernel in attention.kernels()) == (head_dim == 64 and not is_deterministic)
