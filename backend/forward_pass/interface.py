@@ -87,7 +87,9 @@ class PassSpec:
     """
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
-    alone. Never with state_bytes_per_sequence, because a state does not go back."""
+    alone, unless rounds_drafts. Never with state_bytes_per_sequence, because a state does not go back."""
+    rounds_drafts: bool = field(default=False, compare=False)
+    """These logits are equal only up to rounding: drafts may change tokens, so the operator must ask for them."""
 
 
 @dataclass(frozen=True, slots=True)

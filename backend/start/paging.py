@@ -136,7 +136,8 @@ def create_scheduler(
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
     drafting = None
-    if verifies_drafts and options.speculation != "none":
+    is_wanted = not forward_pass.spec.rounds_drafts or options.speculation != "auto" or options.draft_model is not None
+    if verifies_drafts and options.speculation != "none" and is_wanted:
         drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
     observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(

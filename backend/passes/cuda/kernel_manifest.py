@@ -20,7 +20,7 @@ from penstock.backend.passes.cuda.ops import (
     rounded_rows,
     row_products,
 )
-from penstock.backend.passes.cuda.step import device_sampler, step_buffers
+from penstock.backend.passes.cuda.step import device_sampler, draft_sampling, step_buffers
 
 FAMILIES = (
     step_buffers,
@@ -36,6 +36,7 @@ FAMILIES = (
     delta_net,
     wide_attention,
     device_sampler,
+    draft_sampling,
 )
 
 

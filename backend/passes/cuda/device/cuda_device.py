@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -145,11 +147,21 @@ def uuid_of(name: str) -> bytes:
         raise StartupError(f"GPU {_index_of(name)} cannot be used: {error}") from error
 
 
+_open_devices: WeakValueDictionary[tuple[int, int], CudaDevice] = WeakValueDictionary()
+"""By thread and index."""
+
+
 def open_gpu(name: str) -> CudaDevice:
-    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
+    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError.
+
+    Passes of one thread share a device: a thread has one current stream.
+    """
     index = _index_of(name)
+    key = threading.get_ident(), index
     try:
-        return CudaDevice(index)
+        if (device := _open_devices.get(key)) is None:
+            device = _open_devices[key] = CudaDevice(index)
+        return device
     except (KernelFailed, RuntimeError) as error:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 

@@ -55,6 +55,8 @@ class StepLimits:
     """Tokens of the largest captured mixed step, at most max_tokens; 0 for none."""
     mixed_tiles: int = 0
     """Tiles of such a step."""
+    max_verified: int = 0
+    """Most rows and drafts of a step with drafts; 0 if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class StepBuffers:
         self.decode_rows = RowArrays(self.rows.query_starts, self.rows.context_lens, decode_slots)
         """See `CudaStep.decode_rows`; for a mixed step only."""
         self.logit_rows = RowArrays(*(self._view(f"logit_{name}") for name in names))
-        """The last tokens of the rows that need logits, as rows of one token each."""
+        """The last tokens of the rows that need logits, and the tokens before drafts, as rows of one token each."""
         self.logit_tokens = self._view("logit_tokens")
         """Index of each of those tokens in the step."""
         for arrays in (self.rows, self.logit_rows):  # all rows are padding until the first step
@@ -138,7 +140,7 @@ class StepBuffers:
 
         tiles: `CudaStep.prefill_tiles`.
         """
-        num_logits = len(batch.logit_rows)
+        num_logits = batch.num_sampled
         return CudaStep(
             num_tokens=batch.num_tokens,
             rows=self.rows.cut(batch.num_rows),
@@ -203,6 +205,13 @@ class StepBuffers:
         check_groups(batch, limits.num_groups)
         if len(rows := batch.logit_rows) and (rows[0] < 0 or rows[-1] >= batch.num_rows):
             raise ValueError(f"logit rows are {rows[0]} … {rows[-1]}; there are {batch.num_rows}")
+        if batch.drafts is not None:
+            if batch.num_sampled > limits.max_verified:
+                raise ValueError(
+                    f"{batch.num_sampled} rows and drafts are sampled; at most {limits.max_verified} may be"
+                )
+            if (first := batch.input_ids[batch.verified_tokens + 1].min(initial=0)) < 0:
+                raise ValueError(f"a draft is {first}; it must be a token")
         ends: Ints = batch.context_lens + lengths
         capacity_tokens = min(batch.page_table.shape[1], limits.max_pages) * limits.page_size_tokens
         if ends.max() > capacity_tokens or batch.context_lens.min() < 0:
@@ -267,18 +276,21 @@ class StepBuffers:
 
     def _write_rows(self, batch: StepBatch) -> None:
         fixed, places = self._fixed, self._places
-        num_rows, num_logits = batch.num_rows, len(batch.logit_rows)
+        num_rows, num_logits = batch.num_rows, batch.num_sampled
         fixed[places["ids"]][: batch.num_tokens] = batch.input_ids
         fixed[places["query_starts"]][: num_rows + 1] = batch.query_starts
         fixed[places["context_lens"]][:num_rows] = batch.context_lens
         fixed[places["slots"]][:num_rows] = batch.slots
-        ends = batch.query_starts[1:][batch.logit_rows]
-        fixed[places["logit_tokens"]][:num_logits] = ends - 1
+        rows, tokens = batch.logit_rows, batch.query_starts[1:][batch.logit_rows] - 1
+        if batch.drafts is not None:
+            rows = np.concatenate([rows, np.repeat(rows, batch.drafts)])
+            tokens = np.concatenate([tokens, batch.verified_tokens])
+        fixed[places["logit_tokens"]][:num_logits] = tokens
         starts = fixed[places["logit_query_starts"]]
         starts[:] = np.arange(len(starts))
-        lengths = ends - batch.query_starts[batch.logit_rows]
-        fixed[places["logit_context_lens"]][:num_logits] = batch.context_lens[batch.logit_rows] + lengths - 1
-        fixed[places["logit_slots"]][:num_logits] = batch.slots[batch.logit_rows]
+        contexts = batch.context_lens[rows] + tokens - batch.query_starts[rows]
+        fixed[places["logit_context_lens"]][:num_logits] = contexts
+        fixed[places["logit_slots"]][:num_logits] = batch.slots[rows]
 
     def _apply(self, changes: Tensor) -> None:
         n = len(changes) // 3
@@ -298,8 +310,11 @@ def count_decode_rows(batch: StepBatch) -> int:
 def _places(limits: StepLimits) -> dict[str, slice]:
     """Return where each fixed array is in the block. Ids of steps that are not mixed may lie where tiles are too."""
     rows, places, start = limits.max_rows, dict[str, slice](), 0
+    logits = max(rows, limits.max_verified)
     sizes = {"query_starts": rows + 2, "context_lens": rows + 1, "slots": rows + 1, "decode_slots": rows}
-    sizes |= {"logit_query_starts": rows + 1, "logit_context_lens": rows, "logit_slots": rows, "logit_tokens": rows}
+    sizes |= {"logit_query_starts": logits + 1} | dict.fromkeys(
+        ("logit_context_lens", "logit_slots", "logit_tokens"), logits
+    )
     for name, size in sizes.items():
         places[name] = slice(start, start + size)
         start += aligned(size)

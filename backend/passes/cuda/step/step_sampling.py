@@ -14,6 +14,7 @@ from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
 from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SamplerFeatures, SlotArrays
+from penstock.backend.passes.cuda.step.draft_sampling import DraftSampling
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
 from penstock.backend.passes.cuda.step.step_results import ResultBuffers
 
@@ -43,6 +44,9 @@ class _Sent:
     """int32 [S]; empty if nothing is scored."""
     scored_next_ids: Tensor
     """int32 [S], the token that follows each of scored_tokens."""
+    draft_slots: Tensor
+    draft_rows: Tensor
+    """int32, as in `DraftSampling.pack`; empty without drafts."""
 
 
 class StepSampling:
@@ -54,10 +58,12 @@ class StepSampling:
         """dtype is that of the logits. buffers send the step; they stay the caller's."""
         self._limits = limits
         self._buffers = buffers
-        self._slots = SlotArrays(limits.max_rows, sizes.logits_width, device.torch_device)
+        self._slots = SlotArrays(limits.max_rows + limits.max_verified, sizes.logits_width, device.torch_device)
         self._sampler = DeviceSampler(device.launcher, self._slots, dtype)
+        step = buffers.input_ids, buffers.logit_tokens, buffers.logit_rows.slots
+        self._drafts = DraftSampling(device.launcher, self._slots, limits.max_rows, step)
         self._masks = Uplink(device, sizes.mask_ints)
-        self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens)
+        self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens, limits.max_verified)
         self._max_update_ints = sizes.max_update_ints
         self._features: SamplerFeatures | None = None
         self._sent: _Sent | None = None
@@ -65,7 +71,7 @@ class StepSampling:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
-        return self._sampler.kernels
+        return *self._sampler.kernels, *self._drafts.kernels
 
     @property
     def last_tokens(self) -> Tensor:
@@ -93,7 +99,8 @@ class StepSampling:
         """Return the arrays to send with the step, for `begin`."""
         features = self._features = self._sampler.features(batch.slots[batch.logit_rows])
         scored = (NO_INTS, NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
-        return [features.logprob_rows, features.named, *scored]
+        drafts = (NO_INTS, NO_INTS) if batch.drafts is None else self._drafts.pack(batch, batch.drafts)
+        return [features.logprob_rows, features.named, *scored, *drafts]
 
     def begin(self, updates: Tensor, num_updates: int, parts: list[Tensor]) -> None:
         """Start a step with the results of `pack_slots` and `parts`, which are now on the device."""
@@ -111,7 +118,7 @@ class StepSampling:
         logits_of: Callable[[Tensor], Tensor],
         doing: str,
     ) -> PendingOutput:
-        """Sample the rows of logits [L, vocab_size]; doing names the step in errors.
+        """Sample the rows of logits [L + D, vocab_size]; doing names the step in errors.
 
         logits_of returns the logits of scored tokens int32 [n], for n at most max_rows; its next call overwrites them.
         """
@@ -120,10 +127,17 @@ class StepSampling:
         scored = 0, 0
         if batch.scored is not None:
             scored = len(batch.scored.tokens), min(batch.scored.num_top, self._limits.vocab_size)
-        layout = results.lay_out(num_rows, (len(features.logprob_rows), features.num_top), scored)
-        tokens = results.tokens(num_rows)
+        layout = results.lay_out(batch, (len(features.logprob_rows), features.num_top), scored)
+        tokens = results.ints(slice(num_rows))
         placed = None if masks is None else self._send_masks(masks, num_rows)
-        self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
+        slots = rows.slots
+        if batch.drafts is not None:
+            slots = sent.draft_slots
+            self._drafts.open(sent.draft_rows)
+        self._sampler.sample(logits, slots, rows.context_lens, features, tokens, placed)
+        if batch.drafts is not None:
+            mask_rows = self._slots.no_mask_rows if placed is None else placed[0]
+            self._drafts.accept(sent.draft_rows, mask_rows, tokens, results.ints(layout.accepted))
         if len(features.logprob_rows):
             out = results.logprobs(layout.sampled)
             self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)

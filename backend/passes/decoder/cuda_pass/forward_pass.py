@@ -116,7 +116,7 @@ class CudaDecoderPass:
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             self._ops = make_ops(
-                device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
+                device, config, dtype, sizes.max_tokens, sizes.max_logits, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
                 product_rows=sizes.choices.product_rows_of(config.hidden_size),
             )  # fmt: skip
@@ -265,7 +265,7 @@ class CudaDecoderPass:
 
     def _forward(self, batch: StepBatch) -> Tensor:
         num_decode = count_decode_rows(batch)
-        num_logits = len(batch.logit_rows)
+        num_logits = batch.num_sampled
         is_decode_only = num_decode == num_logits == batch.num_rows
         num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
         updates, num_updates = self._sampling.pack_slots(batch.slot_inits)

@@ -11,6 +11,7 @@ from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import MAX_VERIFIED
 from penstock.backend.passes.cuda.attention import delta_net
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
@@ -82,6 +83,12 @@ class StepSizes:
     choices: KernelChoices = CONSTANTS
     splits_layers: bool = False
     """The option `PassOptions.splits_layers`."""
+    max_verified: int = 0
+    """Most rows and drafts of a step with drafts; 0 if it may have none."""
+
+    @property
+    def max_logits(self) -> int:
+        return max(self.max_rows, self.max_verified)
 
     @property
     def max_graph_rows(self) -> int:
@@ -104,7 +111,13 @@ def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     if options.deterministic:  # with levels a row's bits depend on the others
         choices = replace(choices, chunk_levels=0)
     return StepSizes(
-        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers
+        options.max_running,
+        options.max_batch_tokens,
+        longest,
+        options.deterministic,
+        choices,
+        options.splits_layers,
+        MAX_VERIFIED if config.delta_net is None else 0,  # a state does not go back
     )
 
 
@@ -141,7 +154,7 @@ def plan_spec(
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
     parts = (
-        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
+        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_logits, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         side_ops.side_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         delta_net.delta_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
@@ -149,8 +162,8 @@ def plan_spec(
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
-        SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
-        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
+        SlotArrays.num_bytes(sizes.max_rows + sizes.max_verified, config.logits_width),
+        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens, sizes.max_verified),
         4 * mask_ints(config, sizes),
         4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
@@ -164,6 +177,8 @@ def plan_spec(
         graph_bytes=parts[-1],
         runs_ahead=True,
         page_sizes=PAGE_SIZES_TOKENS,
+        verifies_drafts=sizes.max_verified > 0,
+        rounds_drafts=not sizes.deterministic,
     )
 
 
@@ -307,13 +322,13 @@ def attention_by_window(
         prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
-            return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
+            return OneKernelAttention(prefill, prefill_sizes, sizes.max_logits)
         return TwoKernelAttention(
             DecodeAttention(
                 layout,
                 config.num_heads,
                 scale,
-                max_rows=sizes.max_rows,
+                max_rows=sizes.max_logits,
                 max_context_tokens=sizes.max_context_tokens,
                 num_sms=num_sms,
                 shared_bytes_per_sm=shared_bytes_per_sm,
@@ -344,7 +359,7 @@ def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
 
 def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     """Ints of one mask per row, and of the table from row to mask."""
-    return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
+    return sizes.max_logits * (-(-config.logits_width // 32) + 1) + 8
 
 
 def sampling_sizes(config: DecoderConfig, sizes: StepSizes) -> SamplingSizes:
@@ -369,10 +384,12 @@ def step_limits(
         + 4 * MAX_PAGE_MOVES
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
-        + 24,
+        + 5 * sizes.max_verified  # slots of positions, and rows with drafts
+        + 32,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
+        max_verified=sizes.max_verified,
     )
 
 

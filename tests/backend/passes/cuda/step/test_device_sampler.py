@@ -32,7 +32,7 @@ from penstock.tools.gpu.cases.sampler import (
     random_logits,
     slot_init,
 )
-from penstock.tools.gpu.cases.sampling import check_logprobs, report
+from penstock.tools.gpu.cases.sampling import check_drafts, check_logprobs, report
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -107,6 +107,10 @@ def test_biases_of_tokens_at_segment_edges_are_applied(launcher: EmulatedLaunche
 
 def test_a_token_count_saturates() -> None:
     check_counts(FAST)
+
+
+def test_positions_with_drafts_draw_the_tokens_of_steps_without_them(launcher: EmulatedLauncher) -> None:
+    check_drafts(launcher, 4500 if launcher is FAST else 90)
 
 
 def test_penalties_ignore_prompt_embeddings() -> None:
