@@ -84,9 +84,9 @@ def _check_named(launcher: Launcher, logits: Tensor, tokens: list[int]) -> None:
         require_close("the reported log probabilities", out.top[place, :width].exp(), top.exp(), 0, 2e-5)
 
 
-def check_drafts(launcher: Launcher, vocab_size: int) -> None:
+def check_drafts(launcher: Launcher, vocab_size: int, samples: Launcher | None = None) -> None:
     """Check a row with penalties whose third draft is wrong, one with masks at its first two positions, one with a
-    filter and biases, and one without drafts, against steps of one token."""
+    filter and biases, and one without drafts, against steps of one token. samples: another launcher for these."""
     inits = (
         sampler.slot_init(3, [4, 5], 1, seed=1, temperature=0.8, frequency_penalty=2.0, repetition_penalty=1.5),
         sampler.slot_init(0, seed=2, temperature=0.8),
@@ -97,7 +97,7 @@ def check_drafts(launcher: Launcher, vocab_size: int) -> None:
     logits = random_logits(4, 5, vocab_size, scale=3.0)
     logits[1, 1:] = logits[1, 0]  # it would draw one token again and again
     masks = sampler.mask_of(vocab_size, {0: list(range(3, vocab_size, 5)), 1: list(range(0, vocab_size, 4))})
-    alone, device = (sampler.SamplingDevice(launcher, vocab_size, size) for size in (4, 4 + 12))
+    alone, device = (sampler.SamplingDevice(samples or launcher, vocab_size, size) for size in (4, 4 + 12))
     alone.take(*inits)
     drawn = []
     for step in range(4):

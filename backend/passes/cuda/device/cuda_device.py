@@ -147,8 +147,12 @@ def uuid_of(name: str) -> bytes:
         raise StartupError(f"GPU {_index_of(name)} cannot be used: {error}") from error
 
 
-_open_devices: WeakValueDictionary[tuple[int, int], CudaDevice] = WeakValueDictionary()
-"""By thread and index."""
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.devices: WeakValueDictionary[int, CudaDevice] = WeakValueDictionary()
+
+
+_of_thread = _OfThread()
 
 
 def open_gpu(name: str) -> CudaDevice:
@@ -156,11 +160,10 @@ def open_gpu(name: str) -> CudaDevice:
 
     Passes of one thread share a device: a thread has one current stream.
     """
-    index = _index_of(name)
-    key = threading.get_ident(), index
+    index, opened = _index_of(name), _of_thread.devices
     try:
-        if (device := _open_devices.get(key)) is None:
-            device = _open_devices[key] = CudaDevice(index)
+        if (device := opened.get(index)) is None:
+            device = opened[index] = CudaDevice(index)
         return device
     except (KernelFailed, RuntimeError) as error:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
