@@ -100,8 +100,8 @@ def test_tokens_are_guessed_by_default_only_where_that_changes_none() -> None:
     found = []
     for rounds_drafts in (False, True):
         target.spec = replace(target.spec, rounds_drafts=rounds_drafts)
-        for kind in ("auto", "none", "ngram"):
-            found.append(uses_drafts(_options(draft_model=None, speculation=kind), target))
+        given = [_options(draft_model=None, speculation=kind) for kind in ("auto", "none", "ngram")]
+        found += [uses_drafts(each, target) for each in given]
     assert found == [True, False, True, False, False, True]
     assert uses_drafts(_options(), target)
     target.spec = replace(target.spec, verifies_drafts=False)

@@ -17,8 +17,8 @@ from penstock.backend.passes.cuda.device.transfers import Ints
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, SlotArrays
 
 _ROW_INTS = 4
-_PIECES = 8
-"""Blocks that copy a slot's counts."""
+_PIECE_COUNTS, _MAX_PIECES = 8 * 256, 8
+"""A slot's counts that a block copies, or a multiple of them; and most such blocks."""
 _OPEN_DRAFTS = Kernel("sampling/drafts.cu", "open_drafts", (("ACT", 0),), num_threads=256)
 _ACCEPT_DRAFTS = Kernel("sampling/drafts.cu", "accept_drafts", (("ACT", 0),), num_threads=32)
 
@@ -41,6 +41,7 @@ class DraftSampling:
         sampled, and their slots."""
         self._launcher, self._slots, self._first_copy, self._step = launcher, slots, first_copy, step
         self._vocab_size = np.int32(slots.vocab_size)
+        self._pieces = min(_MAX_PIECES, -(-slots.vocab_size // _PIECE_COUNTS))
         self._most_drafts = 0
 
     def pack(self, batch: StepBatch, drafts: Ints) -> tuple[Ints, Ints]:
@@ -58,7 +59,7 @@ class DraftSampling:
 
     def open(self, rows: Tensor) -> None:
         """Copy the slots of the rows that `pack` returned, now on the device."""
-        arrays, grid = self._slots, (len(rows) // _ROW_INTS, 1 + self._most_drafts, _PIECES)
+        arrays, grid = self._slots, (len(rows) // _ROW_INTS, 1 + self._most_drafts, self._pieces)
         self._launcher.launch(
             _OPEN_DRAFTS, grid, rows, *self._step, arrays.params, arrays.counts, arrays.bias_tokens,
             arrays.bias_values, self._vocab_size, np.int32(MAX_BIASES),
