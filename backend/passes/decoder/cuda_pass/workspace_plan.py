@@ -177,6 +177,7 @@ def plan_spec(
         graph_bytes=parts[-1],
         runs_ahead=True,
         page_sizes=PAGE_SIZES_TOKENS,
+        copies_states=config.delta_net is not None,
         verifies_drafts=sizes.max_verified > 0,
         rounds_drafts=not sizes.deterministic,
     )
@@ -385,7 +386,8 @@ def step_limits(
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
         + 5 * sizes.max_verified  # slots of positions, and rows with drafts
-        + 32,
+        + 4 * sizes.max_rows  # restored and saved states
+        + 40,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,

@@ -252,7 +252,7 @@ def test_pages_are_copied_to_a_buffer_of_another_number_of_pages() -> None:
     layout = CacheLayout(2, 6, 16, 1, 64, "fp8")
     cache = torch.randint(0, 256, (2, 6, layout.page_bytes), dtype=torch.uint8)
     host = torch.zeros(2, 3, layout.page_bytes, dtype=torch.uint8)
-    copy_pages(LAUNCHERS["fast"], cache, host, ints(5, 0, 1, 2).view(2, 2), layout)
+    copy_pages(LAUNCHERS["fast"], cache, host, ints(5, 0, 1, 2).view(2, 2))
     assert torch.equal(host[:, [0, 2]], cache[:, [5, 1]])
     assert not host[:, 1].any()
 
