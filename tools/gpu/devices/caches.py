@@ -49,4 +49,4 @@ def make_page_copier(context: DeviceContext, layout: CacheLayout) -> Callable[[T
     """A function of source, destination and pairs: see `page_moves.copy_pages`."""
     launcher = context.device.launcher
     launcher.prepare(page_moves.kernels())
-    return partial(page_moves.copy_pages, launcher, layout=layout)
+    return partial(page_moves.copy_pages, launcher)
