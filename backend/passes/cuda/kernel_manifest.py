@@ -19,6 +19,7 @@ from penstock.backend.passes.cuda.ops import (
     quantized_linear,
     rounded_rows,
     row_products,
+    side_ops,
 )
 from penstock.backend.passes.cuda.step import device_sampler, draft_sampling, step_buffers
 
@@ -29,6 +30,7 @@ FAMILIES = (
     quantized_linear,
     rounded_rows,
     row_products,
+    side_ops,
     page_moves,
     decode_attention,
     prefill_attention,

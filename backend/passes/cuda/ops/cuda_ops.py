@@ -99,8 +99,9 @@ class CudaOps(DeviceWeights):
         self.side = None
         if config.layer_input_size or config.has_experts_beside:
             self.side = CudaSideOps(
-                config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts, lambda: self._elementwise,
-                lambda: self._buffers.input_ids, self._embed_rows, self.norm, self.linear_add, self._multiply,
+                self._launcher, config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts,
+                lambda: self._elementwise, lambda: (self._buffers.input_ids, self._last_tokens), self._embed_rows,
+                self.norm, self.linear_add, self._multiply, lambda: self._now,
             )  # fmt: skip
         self.delta_net = None
         if (net := config.delta_net) is not None:
@@ -170,6 +171,8 @@ class CudaOps(DeviceWeights):
             yield from self.experts.kernels
         if self.delta_net is not None:
             yield from self.delta_net.kernels
+        if self.side is not None:
+            yield from self.side.kernels
         for attention in self._attention.values():
             yield from attention.kernels()
 
