@@ -30,11 +30,11 @@ _STREAM_KERNELS = (
 
 def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
-    yield _of_streams(0, "resolve_ids")
-    yield from (_of_streams(act, entry) for act in ACT_MACRO.values() for entry in _STREAM_KERNELS)
+    yield stream_kernel(0, "resolve_ids")
+    yield from (stream_kernel(act, entry) for act in ACT_MACRO.values() for entry in _STREAM_KERNELS)
 
 
-def _of_streams(act: int, entry: str) -> Kernel:
+def stream_kernel(act: int, entry: str) -> Kernel:
     return Kernel("rows/streams.cu", entry, (("ACT", act),), _THREADS)
 
 
@@ -90,7 +90,7 @@ class CudaSideOps:
         self._gates = zeros(padded_tokens, size, dtype)
         num_sums = max_tokens if config.has_experts_beside else 0
         self._total, self._results = zeros(num_sums, hidden), zeros(num_sums, hidden)
-        self.kernels: tuple[Kernel, ...] = (_of_streams(0, "resolve_ids"),)
+        self.kernels: tuple[Kernel, ...] = (stream_kernel(0, "resolve_ids"),)
         """The kernels to pass to `Launcher.prepare`."""
         self.streams = None
         if (streams := config.streams) is not None:
@@ -178,7 +178,7 @@ class CudaStreamOps:
         self._rows, self._begun, self._low = rows, begun, low
         self._num_streams = streams.count
         self._shape, self._eps = (int32(streams.count), int32(config.hidden_size)), np.float32(config.norm_eps)
-        self._kernels = {entry: _of_streams(act, entry) for entry in _STREAM_KERNELS}
+        self._kernels = {entry: stream_kernel(act, entry) for entry in _STREAM_KERNELS}
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:

@@ -354,6 +354,7 @@ def test_an_unsupported_page_size_is_refused() -> None:
         ("qwen3.5", "bf16", False, "none"),
         ("gemma4-e", "bf16", True, "none"),
         ("gemma4-moe", "bf16", False, "none"),
+        ("gemma3n", "bf16", True, "none"),
         ("llama3 with 4096 tokens", "bf16", False, "none"),
         ("llama3 with 4096 tokens", "bf16", True, "none"),
     ],
