@@ -110,15 +110,9 @@ def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
     choices, _ = adopted_choices(options.device)
     if options.deterministic:  # with levels a row's bits depend on the others
         choices = replace(choices, chunk_levels=0)
-    return StepSizes(
-        options.max_running,
-        options.max_batch_tokens,
-        longest,
-        options.deterministic,
-        choices,
-        options.splits_layers,
-        MAX_VERIFIED if config.delta_net is None else 0,  # a state does not go back
-    )
+    max_verified = MAX_VERIFIED if config.delta_net is None else 0  # a state does not go back
+    largest = options.max_running, options.max_batch_tokens, longest
+    return StepSizes(*largest, options.deterministic, choices, options.splits_layers, max_verified)
 
 
 def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
@@ -323,22 +317,12 @@ def attention_by_window(
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_logits)
-        return TwoKernelAttention(
-            DecodeAttention(
-                layout,
-                config.num_heads,
-                scale,
-                max_rows=sizes.max_logits,
-                max_context_tokens=sizes.max_context_tokens,
-                num_sms=num_sms,
-                shared_bytes_per_sm=shared_bytes_per_sm,
-                window_tokens=window_tokens,
-                softcap=softcap,
-                choices=choices,
-            ),
-            prefill,
-            prefill_sizes,
-        )
+        decode = DecodeAttention(
+            layout, config.num_heads, scale, max_rows=sizes.max_logits, max_context_tokens=sizes.max_context_tokens,
+            num_sms=num_sms, shared_bytes_per_sm=shared_bytes_per_sm, window_tokens=window_tokens, softcap=softcap,
+            choices=choices,
+        )  # fmt: skip
+        return TwoKernelAttention(decode, prefill, prefill_sizes)
 
     windows = dict.fromkeys(layer_windows(config))
     full_layout = make_full_layout(config, layout)
