@@ -7,22 +7,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 98_130
-MAX_LABORATORY_LINES = 20_275
-MAX_DOC_WORDS = 78_580
+MAX_PRODUCT_LINES = 99_090
+MAX_LABORATORY_LINES = 20_320
+MAX_DOC_WORDS = 78_710
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
-    "backend/checkpoint": 13_490,
-    "backend/engine": 5_445,
-    "backend/forward_pass": 850,
-    "backend/kv_cache": 2_650,
-    "backend/passes": 19_000,
+    "backend/checkpoint": 13_550,
+    "backend/engine": 5_480,
+    "backend/forward_pass": 905,
+    "backend/kv_cache": 2_700,
+    "backend/passes": 19_670,
     "backend/sampling": 840,
-    "backend/scheduling": 2_140,
-    "backend/sequences": 980,
-    "backend/start": 1_170,
+    "backend/scheduling": 2_155,
+    "backend/sequences": 1_000,
+    "backend/start": 1_220,
     "backend/structured_output": 2_300,
     "frontend": 1_320,
     "frontend/access": 860,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_455,
+    "tools/gpu": 7_495,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""
