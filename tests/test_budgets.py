@@ -7,22 +7,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 98_310
-MAX_LABORATORY_LINES = 20_120
-MAX_DOC_WORDS = 78_675
+MAX_PRODUCT_LINES = 98_770
+MAX_LABORATORY_LINES = 20_165
+MAX_DOC_WORDS = 78_710
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
     "backend/checkpoint": 13_550,
-    "backend/engine": 5_465,
-    "backend/forward_pass": 880,
-    "backend/kv_cache": 2_695,
-    "backend/passes": 18_940,
+    "backend/engine": 5_480,
+    "backend/forward_pass": 900,
+    "backend/kv_cache": 2_700,
+    "backend/passes": 19_360,
     "backend/sampling": 840,
     "backend/scheduling": 2_150,
-    "backend/sequences": 980,
-    "backend/start": 1_215,
+    "backend/sequences": 1_000,
+    "backend/start": 1_220,
     "backend/structured_output": 2_300,
     "frontend": 1_320,
     "frontend/access": 860,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_300,
+    "tools/gpu": 7_345,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

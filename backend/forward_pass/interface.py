@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.backend.errors import StartupError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -92,6 +94,14 @@ class PassSpec:
     alone. With state_bytes_per_sequence a state goes back to where the first rejected draft began: such a step has at
     most PassOptions.num_state_drafts drafts, and no state_saves of rows with drafts."""
 
+    def __post_init__(self) -> None:
+        if self.state_bytes_per_sequence and self.whole_picture_tokens:
+            # A state ends where a checkpoint is due, a picture nowhere in between: the sequence could stall.
+            raise StartupError(
+                f"whole_picture_tokens is {self.whole_picture_tokens}; a pass with state_bytes_per_sequence, "
+                f"{self.state_bytes_per_sequence}, computes pictures in parts"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
@@ -128,6 +138,9 @@ class PassOptions:
     """The most drafts of a step, if the pass keeps states: it needs memory for one more state each."""
     guesses_tokens: bool = False
     """Load the head of a checkpoint that predicts further tokens, for `IGuessesTokens`."""
+    needs_pictures: bool = False
+    """The operator names the file of the vision part: a pass that cannot read it refuses to load. Otherwise it warns
+    and serves text."""
     weights_fds: tuple[int, int] | None = None
     """The fds of a `penstock.shm.memory.fd_mailbox` for `ISharedWeights`; None if weights end with the process."""
 

@@ -136,6 +136,7 @@ class Sequence:
         "constraints",
         "embeddings",
         "ended",
+        "failed_generation",
         "fast_path_until",
         "final_generation",
         "generation",
@@ -259,8 +260,9 @@ class Sequence:
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1
         """The generation whose later rows are dropped."""
-        self.final_generation = -1
-        """The generation in which a token ended it for all subscribers, or a step of it failed."""
+        self.final_generation = self.failed_generation = -1
+        """The generation in which a token ended it for all subscribers, or a step of it failed; and that in which one
+        could not be launched. Earlier steps, which may still run, count."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 

@@ -66,6 +66,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         may_run_ahead=True,
         guesses_tokens=options.speculation in ("auto", "draft") and options.draft_model is None,
         num_state_drafts=0 if options.speculation == "none" else MAX_STATE_DRAFTS,
+        needs_pictures=options.mmproj is not None,
         weights_fds=_pair(options.weights_fds),
     )
 

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from penstock.backend.forward_pass import (
-    FROM_EMBEDDINGS,
     FROM_SLOT,
     NO_ADAPTER,
     NOT_FINITE,
@@ -28,6 +27,7 @@ from penstock.backend.forward_pass import (
     positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.pictures import take_embeddings
 from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
 from tests.simulation.violations import PlantedFault, Violation
@@ -168,7 +168,7 @@ class ChainPass:
             self._take_slot(init)
         starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
-        self._take_embeddings(batch, ids)
+        take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
         scored = self._scored_tokens(batch, starts, ids)
         self._scored = []
@@ -230,17 +230,6 @@ class ChainPass:
             if token + 1 not in starts and ids[token + 1] != next_id:
                 raise Violation(f"token {token} is scored for {next_id}, not for the row's next token")
         return dict(zip(tokens, next_ids, strict=True))
-
-    def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
-        """The only value of an embedding is its token."""
-        for given in batch.embeddings:
-            tokens = [int(row[0]) for row in given.values.read()]
-            place = slice(given.first, given.first + len(tokens))
-            if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
-                raise Violation(f"embeddings are given for the tokens {ids[place]}")
-            ids[place] = tokens
-        if FROM_EMBEDDINGS in ids:
-            raise Violation("a token whose embedding is not given")
 
     def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
         lengths = [end - start for start, end in pairwise(starts)]

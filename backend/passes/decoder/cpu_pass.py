@@ -14,7 +14,7 @@ from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
 from penstock.backend.passes.cpu.kernel_limits import cpu_groups, supports_native_ops, unsupported_by_kernels
-from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from penstock.backend.passes.shared_weights.watch import WatchedWeights
 
 logger = logging.getLogger("penstock.backend")
-
-SPIN_S = 50e-6
-"""How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
-than those between steps."""
 
 LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
