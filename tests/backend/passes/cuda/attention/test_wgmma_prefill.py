@@ -91,9 +91,7 @@ def test_groups_of_any_size_equal_float64(group: int) -> None:
     check(attention(group=group), rows_of((0, 1), (30, 2), (117, 40)))
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "head_dim"), [("q8_0", 64), ("q8_0", 96), ("q8_0", 128), ("fp8", 80), ("fp8", 128)]
-)
+@pytest.mark.parametrize(("kv_dtype", "head_dim"), [("q8_0", 64), ("q8_0", 128), ("fp8", 80)])
 def test_quantised_caches_equal_float64(kv_dtype: str, head_dim: int) -> None:
     """Queries in fp16, and in bf16 and fp32, which are converted; none of the rest of the pages is read."""
     quantised = attention_of(head_dim, kv_dtype, kv_heads=2, group=3, page_size=32, has_wgmma=True)

@@ -199,6 +199,11 @@ SEGMENTS = (
     Bug("prefill_tile.cuh", "position / kRun", "position / kRun / 2"),
     Bug("prefill_tile.cuh", "position % kSpan != 0 || position <= begin", "position % kSpan != 0"),
 )  # fmt: skip
+CLAIMS = (
+    Bug("product_claims.cuh", "unsigned(num_tiles - num_blocks - 1)", "unsigned(num_tiles - num_blocks)"),
+    Bug("product_claims.cuh", "2 * num_blocks + int(claimed)", "2 * num_blocks + int(claimed) + 1"),
+    Bug("product_claims.cuh", "chunk + kStreamWarps < num_chunks", "true"),
+)
 WGMMA, RING, TASKS = "prefill_attention_wgmma.cu", "prefill_ring.cuh", "prefill_tasks.cuh"
 PREFILL_WGMMA = (
     Bug(WGMMA, "token + kTokens - 1 <= first && token > last - window", "token + kTokens - 1 <= first"),
@@ -371,6 +376,9 @@ PLANTED = {
     "rounded int8": Planted((ROWS,), partial(check_rounding, form="int8"), (*ROUNDED, *ROUNDED_INT8)),
     "rounded fp8": Planted((ROWS,), partial(check_rounding, form="fp8"), ROUNDED),
     "rows": Planted(ROW_SOURCES, check_rows, ROW_PRODUCTS),
+    "claims": Planted(
+        ("row_products.cu",), partial(row_products.check_claims, case=row_products.CLAIMED["bf16"]), CLAIMS
+    ),
     "sampling": Planted(("sampling.cu", FILTERING), check_sampling, SAMPLED),
     "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
 }
