@@ -9,14 +9,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from penstock.frontend.transport.exchange import Exchange
+from penstock.frontend.transport.exchange import Exchange
 
 _PRIVATE = (".localhost", ".local", ".internal")
 """No public zone has names under these: RFC 6761, RFC 6762, and ICANN's reservation of .internal (2024)."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 from penstock.backend.forward_pass import PassSpec
-
-if TYPE_CHECKING:
-    import torch
-
-    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 
 
 def make_spec(config: EncoderConfig, dtype: torch.dtype, quantize: str) -> PassSpec:
