@@ -7,18 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 97_800
-MAX_LABORATORY_LINES = 20_120
+MAX_PRODUCT_LINES = 97_650
+MAX_LABORATORY_LINES = 20_095
 MAX_DOC_WORDS = 78_580
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
-    "backend/checkpoint": 13_490,
-    "backend/engine": 5_445,
+    "backend/checkpoint": 13_465,
+    "backend/engine": 5_420,
     "backend/forward_pass": 840,
     "backend/kv_cache": 2_650,
-    "backend/passes": 18_690,
+    "backend/passes": 18_645,
     "backend/sampling": 840,
     "backend/scheduling": 2_140,
     "backend/sequences": 980,
@@ -33,22 +33,22 @@ MAX_LINES = {
     "frontend/pictures": 1_010,
     "frontend/schemas": 3_410,
     "frontend/telemetry": 700,
-    "frontend/text": 2_110,
+    "frontend/text": 2_080,
     "frontend/transport": 2_470,
     "penstock": 230,
     "penstock/commands": 3_180,
-    "penstock/process": 1_790,
-    "penstock/serve": 3_600,
+    "penstock/process": 1_780,
+    "penstock/serve": 3_575,
     "shm": 10,
     "shm/buffers": 1_370,
-    "shm/client": 3_540,
+    "shm/client": 3_525,
     "shm/link": 1_770,
     "shm/memory": 1_370,
     "shm/messages": 1_150,
     "shm/recording": 1_220,
     "tools": 1_300,
     "tools/bench": 4_750,
-    "tools/chaos": 3_380,
+    "tools/chaos": 3_360,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
     "tools/gpu": 7_300,
