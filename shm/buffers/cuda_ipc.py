@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from penstock.shm.buffers.device_api import UUID_BYTES, DeviceApi, DeviceError, DeviceRow, OpenDevice
-from penstock.shm.messages import BufferGrant
+from penstock.shm.buffers.device_api import UUID_BYTES, DeviceError, DeviceRow
+
+if TYPE_CHECKING:
+    from penstock.shm.buffers.device_api import DeviceApi, OpenDevice
+    from penstock.shm.messages import BufferGrant
 
 logger = logging.getLogger("penstock.buffers")
 
