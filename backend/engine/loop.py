@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
-from penstock.backend.engine.requests.handling import RequestHandling
-from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
-from penstock.backend.engine.steps.draft_desk import DraftDesk
 from penstock.backend.engine.steps.executor import ExecutorFailed
-from penstock.backend.engine.steps.launched_step import StepResult
 from penstock.backend.engine.steps.rows_of_results import logprobs_by_row, scored_entries, tokens_by_row
-from penstock.backend.engine.steps.step_timing import StepTiming
-from penstock.backend.engine.steps.vectors import Vectors
-from penstock.backend.forward_pass import NOT_FINITE, DeviceLost, TokenLogprobs
-from penstock.backend.scheduling.step_plan import NO_SAMPLE, Plan
-from penstock.backend.sequences.sequence import Sequence
-from penstock.process.heartbeat import SignOfLife
+from penstock.backend.forward_pass import NOT_FINITE, DeviceLost
+from penstock.backend.scheduling.step_plan import NO_SAMPLE
 from penstock.shm.link.events import Cancellation, FrontendDeath, Question, Submission
-from penstock.shm.link.kv_event_publisher import KvEventPublisher
-from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import AskStream, CancelOther, ChangeAdapter, EventLogprobs, FailureCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.engine.interfaces import IEngineLink, IExecutor, ISequenceScheduler
+    from penstock.backend.engine.requests.handling import RequestHandling
+    from penstock.backend.engine.steps.batch_builder import BatchBuilder, WholeBatchBuilder
+    from penstock.backend.engine.steps.draft_desk import DraftDesk
+    from penstock.backend.engine.steps.launched_step import StepResult
+    from penstock.backend.engine.steps.step_timing import StepTiming
+    from penstock.backend.engine.steps.vectors import Vectors
+    from penstock.backend.forward_pass import TokenLogprobs
+    from penstock.backend.scheduling.step_plan import Plan
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.process.heartbeat import SignOfLife
+    from penstock.shm.link.kv_event_publisher import KvEventPublisher
+    from penstock.shm.memory.board import BackendBoard
 
 logger = logging.getLogger("penstock.backend")
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind
-from penstock.frontend.transport.exchange import Exchange
 from penstock.shm.messages import MAX_WEIGHT, MIN_WEIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from penstock.frontend.transport.exchange import Exchange
 
 MAX_KEYS = 4096
 MAX_LIMITED_KEYS = 512

@@ -9,10 +9,14 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from penstock.frontend.transport.errors import ApiError, ErrorKind, shorten
-from penstock.frontend.transport.exchange import Exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.frontend.transport.exchange import Exchange
 
 _PRIVATE = (".localhost", ".local", ".internal")
 """No public zone has names under these: RFC 6761, RFC 6762, and ICANN's reservation of .internal (2024)."""

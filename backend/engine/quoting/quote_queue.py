@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from penstock.backend.structured_output.compile_grammar import CompiledGrammar
-from penstock.shm.link.events import Submission
-from penstock.shm.messages import AskQuote, Generate
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
+    from penstock.shm.link.events import Submission
+    from penstock.shm.messages import AskQuote, Generate
 
 _MAX_TOKENS = 1 << 15
 """Prompt tokens after which a turn makes no further quote: all are hashed to find the cached ones."""

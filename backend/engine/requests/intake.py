@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from penstock.backend.engine.coalescer import Candidate, PooledKey, Presented, ShareKey, num_prompt_logprobs
-from penstock.backend.engine.interfaces import ISequenceScheduler
-from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.engine.quoting.quote_queue import WaitingForQuote
-from penstock.backend.engine.quoting.quoter import Quoter
-from penstock.backend.engine.requests.delivery import Delivery
-from penstock.backend.engine.requests.limits import EngineLimits
-from penstock.backend.engine.requests.request_table import RequestTable
-from penstock.backend.engine.requests.stream_table import StreamTable
-from penstock.backend.engine.requests.vector_delivery import VectorDelivery
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, NO_ADAPTER, SamplingParams
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
-from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.constraints import SequenceConstraints
 from penstock.process.admission import has_place, is_over_share
-from penstock.shm.link.events import Submission, carries
-from penstock.shm.memory.board import BackendBoard
-from penstock.shm.messages import AskQuote, Failure, FailureCode, Finish, Generate, Pool, PromptHeader, TextHeader
+from penstock.shm.link.events import carries
+from penstock.shm.messages import AskQuote, Failure, FailureCode, Finish, Generate, Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.pictures.desk import PictureDesk
+    from penstock.backend.engine.quoting.quoter import Quoter
+    from penstock.backend.engine.requests.delivery import Delivery
+    from penstock.backend.engine.requests.limits import EngineLimits
+    from penstock.backend.engine.requests.request_table import RequestTable
+    from penstock.backend.engine.requests.stream_table import StreamTable
+    from penstock.backend.engine.requests.vector_delivery import VectorDelivery
+    from penstock.backend.structured_output.compile_grammar import CompiledGrammar
+    from penstock.shm.link.events import Submission
+    from penstock.shm.memory.board import BackendBoard
+    from penstock.shm.messages import PromptHeader, TextHeader
 
 logger = logging.getLogger("penstock.backend")
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.backend.engine.coalescer import Coalescer
-from penstock.backend.engine.interfaces import ISequenceScheduler
-from penstock.backend.engine.quoting.quote_queue import QuoteQueue, WaitingForQuote
-from penstock.backend.engine.recorder import Recorder
-from penstock.backend.scheduling.restart_grace import RestartGrace
-from penstock.backend.sequences.resumable_stream import ResumableChoice
-from penstock.backend.sequences.sequence import Sequence
-from penstock.backend.sequences.subscribers import Subscriber
-from penstock.backend.structured_output.grammar_queue import GrammarQueue, WaitingSubmission
-from penstock.shm.memory.board import BackendBoard
+from penstock.backend.engine.quoting.quote_queue import QuoteQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.backend.engine.interfaces import ISequenceScheduler
+    from penstock.backend.engine.quoting.quote_queue import WaitingForQuote
+    from penstock.backend.engine.recorder import Recorder
+    from penstock.backend.scheduling.restart_grace import RestartGrace
+    from penstock.backend.sequences.resumable_stream import ResumableChoice
+    from penstock.backend.sequences.sequence import Sequence
+    from penstock.backend.sequences.subscribers import Subscriber
+    from penstock.backend.structured_output.grammar_queue import GrammarQueue, WaitingSubmission
+    from penstock.shm.memory.board import BackendBoard
 
 _MIN_ENTRIES = 64
 

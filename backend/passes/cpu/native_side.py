@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import (
     AddNorm,
@@ -19,9 +13,19 @@ from penstock.backend.passes.cpu.library.native_structs import (
     LinearOutput,
     OperationKind,
 )
-from penstock.backend.passes.cpu.native_experts import NativeExpertOps
-from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
-from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    from penstock.backend.passes.cpu.native_experts import NativeExpertOps
+    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
+    from penstock.backend.passes.ops.interface import BesideNorms, LayerInput, StreamOps
 
 
 class NativeSideOps:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
-
-from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config.decoder_config import Streams as Settings
 from penstock.backend.dtypes import Dtype
 from penstock.backend.passes.cpu.library.native_structs import AddNorm, Buffer, LinearOutput, OperationKind, Streams
-from penstock.backend.passes.cpu.native_side import NativeSideOps
-from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
-from penstock.backend.passes.ops.interface import Laurel, LayerInput, StreamWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.config.decoder_config import Streams as Settings
+    from penstock.backend.passes.cpu.native_side import NativeSideOps
+    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
+    from penstock.backend.passes.ops.interface import Laurel, LayerInput, StreamWeights
 
 
 @dataclass(eq=False, slots=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
-from penstock.backend.checkpoint.encoders.encoder_config import Activation, PoolingMode
-from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from penstock.backend.checkpoint.encoders.encoder_config import Activation, PoolingMode
+    from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
 
 Array: TypeAlias = Any
 """The arrays of an implementation: [T, width]."""

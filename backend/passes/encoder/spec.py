@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 from penstock.backend.forward_pass import PassSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 
 
 def make_spec(config: EncoderConfig, dtype: torch.dtype, quantize: str) -> PassSpec:

@@ -7,14 +7,13 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.frontend.formats.vectors import import_writers
-from penstock.frontend.generation.models.waking import WakingModel
 from penstock.frontend.parsing.syntax.fill_in import find_fill_in
 from penstock.frontend.parsing.syntax.model_syntax import ModelSyntax, choose_model_syntax
 from penstock.frontend.pictures.placing import PictureReader
@@ -25,9 +24,15 @@ from penstock.frontend.text.pooling_files import PoolingFiles
 from penstock.frontend.text.spellings import NO_SPELLINGS, Spellings
 from penstock.frontend.text.tokenizer import ModelTokenizer
 from penstock.frontend.text.turn_ends import find_turn_ends
-from penstock.shm.client import ServingClient
 from penstock.shm.memory.model_table import ModelState
-from penstock.shm.messages import ModelCard, Sampling
+from penstock.shm.messages import Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from penstock.frontend.generation.models.waking import WakingModel
+    from penstock.shm.client import ServingClient
+    from penstock.shm.messages import ModelCard
 
 logger = logging.getLogger("penstock.model")
 
