@@ -37,7 +37,7 @@ logger = logging.getLogger("penstock.backend")
 SOURCE = Path(__file__).parents[1] / "kernels" / "cpu.cpp"
 COMPILED_DIR = Path(__file__).parents[1] / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
-ABI = 22
+ABI = 23
 
 _UNTIL_END_OF_INPUT = 'exec 3<&0; { read -r _ <&3; kill 0; } & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
 """Runs a command, and ends its process group when the input's other end closes."""
