@@ -208,7 +208,7 @@ class CpuDecoderPass(HostSampling):
         if kernels is None:
             return load(AnonymousMemory())[0]
         with weight_places(model_dir, config, options, kernels.path) as places:
-            key = fingerprint(model_dir, options, kernels.path) if places else ""
+            key = fingerprint(model_dir, config, options, kernels.path) if places else ""
             loaded, shared = load_or_map(places, key, config, pack, load, AnonymousMemory)
         loaded.shared_weights = shared
         return loaded
@@ -216,10 +216,13 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """Size of the weights that `load` would map; see `IFindsSharedWeights`. Those in a file are free anyway."""
+        from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.passes.cpu.weight_memory.shared import mapped_bytes
 
-        kernels = load_kernels(options.cpu_path)
-        return 0 if kernels is None else mapped_bytes(model_dir, options, kernels.path)
+        if (kernels := load_kernels(options.cpu_path)) is None:
+            return 0
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=options.guesses_tokens)
+        return mapped_bytes(model_dir, config, options, kernels.path)
 
     def adapter_bytes(self, directory: Path) -> int:
         with self._open_adapter(directory) as adapter:
