@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from penstock.backend.passes.cpu.library.cpu_paths import machine_builds
+from penstock.backend.passes.cpu.library.cpu_paths import STEP_BUILD, machine_builds
 from penstock.backend.passes.cpu.library.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
 from penstock.process.failure import fail
 
@@ -35,9 +35,10 @@ def compile_kernels(options: CompileKernelsOptions = _DEFAULTS) -> int:
     if not builds:
         fail("penstock compile-kernels", f"there are no native kernels for {platform.machine()}")
     try:
-        directory = compile_builds(options.out.absolute(), builds)
+        directories = [compile_builds(options.out.absolute(), each) for each in (builds, (STEP_BUILD,))]
     except LibraryUnavailableError as error:
         fail("penstock compile-kernels", str(error))
-    for build in builds:
-        print(directory / f"{build.name}.so")
+    for directory, own in zip(directories, (builds, (STEP_BUILD,)), strict=True):
+        for build in own:
+            print(directory / f"{build.name}.so")
     return 0

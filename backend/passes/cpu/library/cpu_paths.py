@@ -17,6 +17,12 @@ class KernelBuild:
 
     name: str
     compiler_flags: tuple[str, ...]
+    source: Path | None = None
+    """Another source than kernels/cpu.cpp."""
+
+
+STEP_BUILD = KernelBuild("step", (), Path(__file__).parents[2] / "cuda/kernels/step/pack_step.cpp")
+"""What the host does for a step on a GPU, for any CPU."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,15 +82,19 @@ def directory_name(builds: tuple[KernelBuild, ...]) -> str:
 
     Raises LibraryUnavailableError for unreadable sources.
     """
-    digest = hashlib.sha256()
+    digest, source = hashlib.sha256(), _source(*builds[:1])
     try:
-        for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))):
+        for path in (source, *sorted(source.parent.rglob("*.h"))):
             digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
     except OSError as error:
         raise LibraryUnavailableError(str(error)) from error
     for build in builds:
         digest.update(" ".join((build.name, *_FLAGS, *build.compiler_flags, "\0")).encode())
-    return f"cpu-{digest.hexdigest()[:24]}"
+    return f"{source.stem}-{digest.hexdigest()[:24]}"
+
+
+def _source(build: KernelBuild | None = None) -> Path:
+    return SOURCE if build is None or build.source is None else build.source
 
 
 def open_build(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
@@ -193,12 +197,13 @@ def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels for %s with %s; this takes about half a minute", build.name, compiler)
+        source = _source(build)
+        logger.info("Compiling %s for %s with %s, up to half a minute", source.name, build.name, compiler)
         started_s = time.monotonic()
-        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{SOURCE.parent}", "-o", temporary, str(SOURCE)])
+        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{source.parent}", "-o", temporary, str(source)])
         os.chmod(temporary, 0o700)
         os.rename(temporary, path)
-        logger.info("Compiled the CPU kernels for %s in %.1f s", build.name, time.monotonic() - started_s)
+        logger.info("Compiled it for %s in %.1f s", build.name, time.monotonic() - started_s)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.backend.forward_pass import StepOutput, TokenLogprobs
-from penstock.backend.passes.cuda.device.device import Device, annotate_faults
+from penstock.backend.passes.cuda.device.device import Device, explain_fault
 from penstock.backend.passes.cuda.device.transfers import Downlink, Ints, PendingCopy, aligned
 from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers
 
@@ -67,7 +69,9 @@ class ResultBuffers:
         scored = max_tokens * (2 + 2 * MAX_TOP_LOGPROBS)
         return 4 * (aligned(max_rows) + aligned(sampled) + scored + max_rows)
 
-    def lay_out(self, num_rows: int, sampled: tuple[int, int], scored: tuple[int, int]) -> ResultLayout:
+    @staticmethod
+    @lru_cache(1 << 10)
+    def lay_out(num_rows: int, sampled: tuple[int, int], scored: tuple[int, int]) -> ResultLayout:
         """sampled and scored: the number of tokens, and of further log probabilities for each. Raises ValueError for
         too many of these."""
         for (_, top), most in ((sampled, MAX_NAMED_LOGPROBS), (scored, MAX_TOP_LOGPROBS)):
@@ -87,7 +91,7 @@ class ResultBuffers:
             chosen.view(torch.float32), ranks, ids.view(count, top), values.view(torch.float32).view(count, top)
         )
 
-    def fetch(self, layout: ResultLayout, logprob_rows: Ints, doing: str) -> PendingTokens:
+    def fetch(self, layout: ResultLayout, logprob_rows: Ints, doing: Callable[[], str]) -> PendingTokens:
         """Start to copy the results of the last launched step; doing names the step in error messages.
 
         logprob_rows: `SamplerFeatures.logprob_rows`.
@@ -99,7 +103,7 @@ class PendingTokens:
     """Implements `PendingOutput`."""
 
     def __init__(
-        self, device: Device, fetched: PendingCopy, layout: ResultLayout, logprob_rows: Ints, doing: str
+        self, device: Device, fetched: PendingCopy, layout: ResultLayout, logprob_rows: Ints, doing: Callable[[], str]
     ) -> None:
         self._device = device
         self._fetched = fetched
@@ -109,8 +113,11 @@ class PendingTokens:
 
     def wait(self) -> StepOutput:
         """Call once."""
-        with annotate_faults(self._device, self._doing):
+        try:
             ints = self._fetched.wait()
+        except Exception as error:
+            explain_fault(self._device, error, self._doing())
+            raise
         layout = self._layout
         tokens = ints[: layout.num_rows]
         sampled = scored = None

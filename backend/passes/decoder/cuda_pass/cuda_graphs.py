@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.files.progress import GRAPHS, MIXED_GRAPHS, mak
 from penstock.backend.passes.cuda.attention.delta_net import NUM_LAUNCHES as LAUNCHES_OF_RULES
 from penstock.backend.passes.cuda.ops.expert_ops import NUM_LAUNCHES as LAUNCHES_OF_EXPERTS
 from penstock.backend.passes.cuda.ops.side_ops import LAUNCHES_BESIDE, LAUNCHES_OF_INPUTS
-from penstock.backend.passes.cuda.step.step_buffers import MixedPadding
+from penstock.backend.passes.cuda.step.step_packing import MixedPadding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + LAUNCHES_OF_RULES)
     softcap = 0 if config.scales.logits_softcap is None else 3
     of_experts = sum(config.layer_has_experts) * (launches + LAUNCHES_OF_EXPERTS)
-    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 3
+    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 4
 
 
 class StepGraphs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPABILITY
-from penstock.backend.passes.cuda.device.device import annotate_faults, first_line
+from penstock.backend.passes.cuda.device.device import annotate_faults, explain_fault, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.cuda.memory import page_moves
@@ -31,6 +32,7 @@ from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
+from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
     attention_by_window,
@@ -103,6 +105,7 @@ class CudaDecoderPass:
         memory holds the weights; by default it is this process's own.
         """
         self._memory = memory or PrivateMemory()
+        self._inference = torch.inference_mode()
         self._config = config
         self._device = device
         self._sizes = sizes
@@ -176,7 +179,7 @@ class CudaDecoderPass:
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
         limits = step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
-        self._buffers = StepBuffers(device, limits)
+        self._buffers = StepBuffers(device, limits, open_step_library())
         self._sampling = StepSampling(device, self._dtype, limits, sampling_sizes(config, sizes), self._buffers)
         ropes = tuple(
             torch.tensor(RopeTable(rope).cover(longest)[:longest], device=device.torch_device) for rope in config.ropes
@@ -216,15 +219,22 @@ class CudaDecoderPass:
         with annotate_faults(self._device, f"saving {len(pairs)} pages"):
             self._moves.save(pairs)
 
-    @torch.inference_mode()
+    # The next two are a step's work on the host: a decorator and a context manager each would make a dozen calls.
     def forward(self, batch: StepBatch) -> Tensor:
-        with annotate_faults(self._device, step_name(batch)):
-            return self._forward(batch)
+        try:
+            with self._inference:
+                return self._forward(batch)
+        except Exception as error:
+            explain_fault(self._device, error, step_name(batch))
+            raise
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
-        with annotate_faults(self._device, f"sampling {step_name(batch)}"):
-            return self._sample(logits, batch, masks)
+        try:
+            with self._inference:
+                return self._sample(logits, batch, masks)
+        except Exception as error:
+            explain_fault(self._device, error, f"sampling {step_name(batch)}")
+            raise
 
     def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
         with annotate_faults(self._device, f"copying {len(logits)} rows to the host"):
@@ -264,10 +274,10 @@ class CudaDecoderPass:
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        num_decode = count_decode_rows(batch)
-        num_logits = len(batch.logit_rows)
-        is_decode_only = num_decode == num_logits == batch.num_rows
-        num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
+        num_logits: int = batch.logit_rows.shape[0]
+        is_decode_only = batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
+        num_decode = num_logits if is_decode_only else count_decode_rows(batch)
+        num_padded = self._graphs.size_for(num_logits) if is_decode_only else None
         updates, num_updates = self._sampling.pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
         tiles, mixed = NO_INTS, None
@@ -276,9 +286,10 @@ class CudaDecoderPass:
             mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
         own_tiles = tiles if mixed is None else NO_INTS
         parts = [updates, restores, copies, own_tiles, *self._sampling.parts(batch)]
-        sent = self._buffers.load(batch, num_padded or 0, parts, mixed)
+        is_drawn = num_padded is not None and self._sampling.is_redrawable
+        sent = self._buffers.load(batch, num_padded or 0, parts, mixed, is_drawn=is_drawn)
         device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
-        self._sampling.begin(device_updates, num_updates, sampling_parts)
+        self._sampling.begin(device_updates, num_updates, sampling_parts, is_drawn=is_drawn)
         self._moves.run(device_restores, device_copies)
         for given in batch.embeddings:
             self._put_embeddings(given)
@@ -296,7 +307,7 @@ class CudaDecoderPass:
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:
-        return self._sampling.sample(logits, batch, masks, self._scored_logits, step_name(batch))
+        return self._sampling.sample(logits, batch, masks, self._scored_logits, partial(step_name, batch))
 
     def _scored_logits(self, tokens: Tensor) -> Tensor:
         """Logits of scored tokens, in the memory of the step's logits."""
@@ -307,7 +318,7 @@ class CudaDecoderPass:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""
         step = self._buffers.decode_step(num_rows)
         self._ops.begin(step)
-        self._model.forward(step, needs_logits=True)
+        self._sampling.capture(self._model.forward(step, needs_logits=True))
 
     def _warm_up(self, num_tokens: int) -> float:
         """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""

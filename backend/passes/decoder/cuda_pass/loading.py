@@ -15,6 +15,8 @@ from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.passes.cpu.library.cpu_paths import STEP_BUILD
+from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError, open_build
 from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
@@ -28,6 +30,7 @@ from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from ctypes import CDLL
     from pathlib import Path
     from typing import Protocol
 
@@ -93,6 +96,14 @@ def load_pass(
         loaded, shared = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
     loaded.shared_weights = shared
     return loaded
+
+
+def open_step_library() -> CDLL:
+    """Open the host's part of a step. Raises StartupError."""
+    try:
+        return open_build(STEP_BUILD, (STEP_BUILD,))
+    except LibraryUnavailableError as error:
+        raise StartupError(f"the GPU pass cannot pack its steps: {error}") from error
 
 
 def find_shared_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:

@@ -40,7 +40,8 @@ from penstock.backend.passes.cuda.ops.matmul import (
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
 from penstock.backend.passes.cuda.ops.rounded_rows import ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
-from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_packing import StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
 from penstock.backend.passes.cuda.step.step_sampling import SamplingSizes
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (

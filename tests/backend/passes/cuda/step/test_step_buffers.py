@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from penstock.backend.forward_pass import FROM_SLOT, StepBatch
 from penstock.backend.passes.cuda.step import step_buffers
-from penstock.backend.passes.cuda.step.step_buffers import MixedPadding, StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_packing import MixedPadding, StepLimits
+from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 from tests.cuda_emulator.launcher import EmulatedLauncher, Order
 
@@ -26,7 +28,7 @@ def make_buffers(limits: StepLimits = LIMITS, launcher: EmulatedLauncher | None 
     if launcher is not None:
         device.launcher = RecordingLauncher(launcher)
     device.launcher.prepare(step_buffers.kernels())
-    return StepBuffers(device, limits)
+    return StepBuffers(device, limits, open_step_library())
 
 
 def make_batch(
@@ -177,7 +179,7 @@ def test_more_page_changes_than_threads_per_block_arrive(order: Order) -> None:
 def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
     device = EmulatedDevice()
     device.launcher.prepare(step_buffers.kernels())
-    buffers = StepBuffers(device, LIMITS)
+    buffers = StepBuffers(device, LIMITS, open_step_library())
     for _ in range(2):
         buffers.load(make_batch([(0, 4, 1)]), 0, [])
     device.fault = RuntimeError("the device never gets there")
