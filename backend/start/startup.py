@@ -62,6 +62,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         splits_layers=options.persist_kv_fd is None,  # pages of several groups are not kept
         cpu_path=options.cpu_path,
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
+        adapter_budget_bytes=0 if options.lora_dir is None else options.lora_budget,
         may_run_ahead=True,
         weights_fds=_pair(options.weights_fds),
     )
@@ -149,7 +150,9 @@ def describe_pass(
         if num_kept:
             others = replace(settings, adapters=settings.adapters[:-num_kept])
             kept_bytes = spec.weight_bytes - pass_class.describe(config_dir, others).weight_bytes
-        spec = replace(spec, workspace_bytes=spec.workspace_bytes + max(0, options.lora_budget - kept_bytes))
+        left_bytes = max(0, options.lora_budget - kept_bytes)
+        spec = replace(spec, workspace_bytes=spec.workspace_bytes + left_bytes)
+        settings = replace(settings, adapter_budget_bytes=left_bytes)
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

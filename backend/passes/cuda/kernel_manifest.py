@@ -16,6 +16,7 @@ from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.ops import (
     elementwise,
     expert_ops,
+    lora,
     quantized_linear,
     rounded_rows,
     row_products,
@@ -27,6 +28,7 @@ FAMILIES = (
     elementwise,
     expert_ops,
     quantized_linear,
+    lora,
     rounded_rows,
     row_products,
     page_moves,

@@ -89,9 +89,14 @@ class DecoderModel:
                 read.append(of_linears.prepare(linear, added) if added else None)
         return read
 
+    @property
+    def adapted_linears(self) -> list[Linear]:
+        """Those that may have adapters, in the order of `read_adapter`."""
+        return [linear for layer in self._layers for linear in _adapted_linears(layer).values()]
+
     def put_adapter(self, of_linears: LinearAdapters, index: int, read: list[Any] | None) -> None:
         """Give the linears what `read_adapter` returned as their adapter with this index, or none."""
-        linears = [linear for layer in self._layers for linear in _adapted_linears(layer).values()]
+        linears = self.adapted_linears
         for linear, prepared in zip(linears, read or [None] * len(linears), strict=True):
             of_linears.put(linear, index, prepared)
 

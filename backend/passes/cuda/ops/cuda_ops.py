@@ -31,6 +31,7 @@ from penstock.backend.passes.cuda.ops.activations import (
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps
+from penstock.backend.passes.cuda.ops.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
@@ -57,9 +58,10 @@ class CudaOps(DeviceWeights):
         *,
         rounded_rows: int | None = None,
         memory: DeviceMemory | None = None,
+        adapter_bytes: int = 0,
     ) -> None:
         """rounded_rows: the fewest that get 8 bits; None: no rows do. memory: of the weights, by default this
-        process's own."""
+        process's own. adapter_bytes: of all adapters at a time, or 0 if there are never any."""
         rounded = None
         if rounded_rows is not None:
             rounded = RoundedProducts(
@@ -88,6 +90,11 @@ class CudaOps(DeviceWeights):
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.logits_width)
+        self.adapters = None
+        if adapter_bytes:
+            self.adapters = CudaAdapters(self._launcher, device.torch_device, dtype, max_tokens, adapter_bytes)
+        self._token_adapters: Tensor | None = None
+        """`CudaStep.adapters` of the current operations."""
         self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
         self.experts = None
         if config.experts is not None:
@@ -106,7 +113,7 @@ class CudaOps(DeviceWeights):
         if (net := config.delta_net) is not None:
             self.delta_net = CudaDeltaNetOps(
                 self._launcher, device.torch_device, config, net, dtype, max_tokens, num_rows, self.vector,
-                lambda gates: CudaLinear(wide := self.vector(gates), wide.t(), None), matmul.multiply,
+                lambda gates: CudaLinear(wide := self.vector(gates), wide.t(), None), matmul.multiply, self._adapt,
                 lambda width: narrow(self._now.attended, width),
             )  # fmt: skip
 
@@ -166,6 +173,8 @@ class CudaOps(DeviceWeights):
         """Yield every kernel that a step of the model launches."""
         yield from self._elementwise.kernels
         yield from self._quantized.kernels()
+        if self.adapters is not None:
+            yield from self.adapters.kernels
         if self.experts is not None:
             yield from self.experts.kernels
         if self.delta_net is not None:
@@ -185,7 +194,7 @@ class CudaOps(DeviceWeights):
 
         Returns the result of the latter.
         """
-        self._now = self._all.cut(step.num_tokens)
+        self._now, self._token_adapters = self._all.cut(step.num_tokens), step.adapters
         width, _ = self._config.mixer_widths(self._config.num_layers - self._config.num_shared_layers - 1)
         return narrow(self._now.qkv, width), Residual(self._now.residual)
 
@@ -251,8 +260,15 @@ class CudaOps(DeviceWeights):
 
     def _multiply(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> Tensor:
         if isinstance(weights, CudaQuantizedLinear):
-            return self._quantized.multiply(x, weights, out)
-        return self._matmul.multiply(x, weights, out)
+            self._quantized.multiply(x, weights, out)
+        else:
+            self._matmul.multiply(x, weights, out)
+        self._adapt(x, weights, out)
+        return out
+
+    def _adapt(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> None:
+        if self._token_adapters is not None and self.adapters is not None:
+            self.adapters.add(x, weights, out, self._token_adapters)
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
@@ -303,9 +319,11 @@ class CudaOps(DeviceWeights):
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
         rows = step.logit_rows
+        if step.adapters is not None:
+            self._token_adapters = self._buffers.logit_adapters[:num_logits]
         for window in self._last_windows:
             self._attention[window].begin(rows)
-        narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True)
+        narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True, adapters=self._token_adapters)
         return last_qkv, Residual(values), narrowed
 
     def logit_rows(self, normed: Tensor, step: CudaStep) -> Tensor:

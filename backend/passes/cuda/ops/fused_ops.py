@@ -73,13 +73,16 @@ def make_ops(
     rounded_rows: int | None,
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
+    adapter_bytes: int = 0,
 ) -> CudaOps:
     """Return the operations of a model. product_rows is the setting of `FusedCudaOps`; the other arguments are those of
     `CudaOps`."""
-    if not fuses(config, dtype, matmul):
-        return CudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
-    ops = FusedCudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
-    ops.product_rows = product_rows
+    ops = (FusedCudaOps if fuses(config, dtype, matmul) else CudaOps)(
+        device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory,
+        adapter_bytes=adapter_bytes,
+    )  # fmt: skip
+    if isinstance(ops, FusedCudaOps):
+        ops.product_rows = product_rows
     return ops
 
 
@@ -145,7 +148,7 @@ class FusedCudaOps(CudaOps):
         return self.product_rows if self._forms == {None} else MAX_ROWS
 
     def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
-        is_decode = step.is_decode_only and not step.is_scored
+        is_decode = step.is_decode_only and not step.is_scored and step.adapters is None
         self._fuses_step = is_decode and step.num_tokens <= self._max_fused_rows
         return super().resume(step)
 

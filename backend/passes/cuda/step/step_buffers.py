@@ -93,6 +93,8 @@ class StepBuffers:
         FROM_SLOT and FROM_EMBEDDINGS are sent unchanged. is_drawn: a captured step draws the tokens. Raises ValueError
         for an invalid batch.
         """
+        if batch.adapters is not None and not self._limits.has_adapters:
+            raise ValueError("rows of the step have adapters; the pass has none")
         if (1 if batch.page_table.ndim == 2 else batch.page_table.shape[2]) != self._limits.num_groups:
             check_groups(batch, self._limits.num_groups)
         uplink = self.uplink
@@ -125,12 +127,14 @@ class StepBuffers:
             logit_tokens=self.logit_tokens[:num_logits],
             is_decode_only=num_decode == num_logits == batch.num_rows,
             is_scored=batch.scored is not None,
+            adapters=None if batch.adapters is None else self.adapters[: batch.num_tokens],
         )
 
-    def decode_step(self, num_rows: int) -> CudaStep:
+    def decode_step(self, num_rows: int, *, has_adapters: bool = False) -> CudaStep:
         """Return a step of num_rows decodes, at the addresses that a graph reads."""
         rows, logit_rows = self.rows.cut(num_rows), self.logit_rows.cut(num_rows)
-        return CudaStep(num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True)
+        adapters = self.adapters[:num_rows] if has_adapters else None
+        return CudaStep(num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True, adapters=adapters)
 
     def mixed_step(self, num_tokens: int, num_tiles: int) -> CudaStep:
         """Like `decode_step`, for a mixed step without its logits."""

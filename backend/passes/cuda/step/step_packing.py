@@ -90,8 +90,8 @@ class StepPacker:
         self._limits, self._most = limits, most
         self._pack = library.ps_pack_step
         self._pack.restype, self._pack.argtypes = c_int64, (c_void_p, c_void_p)
-        sizes = (limits.max_rows, limits.max_tokens, limits.max_pages, limits.page_size_tokens, limits.num_pages)
-        sizes += (limits.vocab_size, limits.num_groups, *most)
+        sizes = [limits.max_rows, limits.max_tokens, limits.max_pages, limits.page_size_tokens, limits.num_pages]
+        sizes += [limits.vocab_size, limits.num_groups, *most]
         starts, adapted_tokens = [place.start for place in places.values()], limits.has_adapters * limits.max_tokens
         self._layout = (c_int64 * (len(sizes) + len(starts) + 1))(*sizes, *starts, adapted_tokens)
         self.pages = np.full((limits.num_groups, limits.max_rows, limits.max_pages), -1, np.int32)

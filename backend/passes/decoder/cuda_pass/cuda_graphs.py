@@ -144,12 +144,13 @@ class MixedGraphs:
         self._graphs = StepGraphs(device, sizes, self._run, MIXED_GRAPHS)
 
     def fit(self, batch: StepBatch, num_decode: int, tiles: Ints) -> MixedPadding | None:
-        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles.
+        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles, or
+        rows have adapters.
 
         num_decode, tiles: as `StepAttention.tiles` takes and returns them.
         """
         size = self._graphs.size_for(batch.num_tokens) if self.is_used else None
-        if size is None or len(tiles) > self._num_tiles[size]:
+        if size is None or batch.adapters is not None or len(tiles) > self._num_tiles[size]:
             return None
         return MixedPadding(size, self._num_tiles[size], num_decode, tiles)
 

@@ -11,7 +11,7 @@ import logging
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +31,12 @@ from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
 from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
+from penstock.backend.passes.decoder.adapters import LoadsAdapters
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
+    adapter_bytes,
     attention_by_window,
     captured_sizes_of,
     choose_matmul,
@@ -50,6 +52,7 @@ from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.forward_pass.extensions import PictureTower
     from penstock.backend.passes.cuda.device.device import Device
@@ -71,8 +75,9 @@ PassT = TypeVar("PassT", bound="CudaDecoderPass")
 logger = logging.getLogger("penstock.backend")
 
 
-class CudaDecoderPass:
-    """Implements `IBatchedForwardPass`. Logits are on the device in the weights' dtype; the next step overwrites them.
+class CudaDecoderPass(LoadsAdapters):
+    """Implements `IBatchedForwardPass` and `ILoadsAdapters`. Logits are on the device in the weights' dtype; the next
+    step overwrites them.
 
     `PassOptions.deterministic` changes matmul.py and step_attention.py, and leaves out fused_ops.py; everything else
     computes each row independently anyway.
@@ -98,9 +103,12 @@ class CudaDecoderPass:
         host_kv_bytes: int = 0,
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
+        adapters: Sequence[PeftAdapter] = (),
+        turns_heads: bool = False,
         memory: DeviceMemory | None = None,
     ) -> None:
         """host_kv_bytes limits the host memory for offloaded pages. quantization and formats are as in `make_spec`.
+        adapters must stay open until this returns.
 
         memory holds the weights; by default it is this process's own.
         """
@@ -110,7 +118,8 @@ class CudaDecoderPass:
         self._device = device
         self._sizes = sizes
         self._dtype = dtype
-        self._spec = plan_spec(config, dtype, sizes, quantization, formats)
+        self._spec = plan_spec(config, dtype, sizes, quantization, formats, adapters)
+        self._turns_heads = turns_heads
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
         # Pages of several groups or sizes do not move to the host, and bring back no states.
@@ -121,9 +130,14 @@ class CudaDecoderPass:
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
-                product_rows=sizes.choices.product_rows_of(config.hidden_size),
+                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapter_bytes=sizes.adapter_bytes,
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
+            self._of_linears = self._ops.adapters
+            if self._ops.adapters is not None:
+                for linear in self._model.adapted_linears:
+                    self._ops.adapters.open(linear)
+            self._put_first(adapters)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -198,6 +212,8 @@ class CudaDecoderPass:
             )
             self.link = measure_link(device)
             self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)
+            adapted_sizes = graph_sizes(sizes.max_graph_rows) if sizes.adapter_bytes else []
+            self._adapted_graphs = StepGraphs(device, adapted_sizes, partial(self._run_padding, has_adapters=True))
             self._mixed_graphs = MixedGraphs(device, self._ops, self._model, self._buffers, self._mixed_sizes)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError as error:
@@ -263,11 +279,18 @@ class CudaDecoderPass:
     def _last_normed(self, num_rows: int) -> Tensor:
         return self._ops.last_normed(num_rows, is_scored=self._sampling.is_scored)
 
+    def _num_bytes(self, adapter: PeftAdapter) -> int:
+        return adapter_bytes(adapter, self._config, self._dtype)
+
+    @torch.inference_mode()
+    def put_adapter(self, index: int, adapter: Any) -> None:
+        super().put_adapter(index, adapter)
+
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del self._graphs, self._mixed_graphs, self._buffers, self._sampling, self._model
+        del self._graphs, self._adapted_graphs, self._mixed_graphs, self._buffers, self._sampling, self._model
         if self.shared_weights is not None:
             self.shared_weights.close()
         self._memory.unmap()
@@ -277,7 +300,8 @@ class CudaDecoderPass:
         num_logits: int = batch.logit_rows.shape[0]
         is_decode_only = batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
         num_decode = num_logits if is_decode_only else count_decode_rows(batch)
-        num_padded = self._graphs.size_for(num_logits) if is_decode_only else None
+        graphs = self._graphs if batch.adapters is None else self._adapted_graphs
+        num_padded = graphs.size_for(num_logits) if is_decode_only else None
         updates, num_updates = self._sampling.pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
         tiles, mixed = NO_INTS, None
@@ -294,7 +318,7 @@ class CudaDecoderPass:
         for given in batch.embeddings:
             self._put_embeddings(given)
         if num_padded is not None:
-            self._graphs.replay(num_padded)
+            graphs.replay(num_padded)
             return self._ops.last_logits(num_logits)
         if mixed is not None:
             stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
@@ -314,11 +338,13 @@ class CudaDecoderPass:
         logits: Tensor = self._model.logits(self._ops.gather_normed(tokens))
         return logits
 
-    def _run_padding(self, num_rows: int) -> None:
+    def _run_padding(self, num_rows: int, *, has_adapters: bool = False) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""
-        step = self._buffers.decode_step(num_rows)
+        step = self._buffers.decode_step(num_rows, has_adapters=has_adapters)
         self._ops.begin(step)
-        self._sampling.capture(self._model.forward(step, needs_logits=True))
+        logits = self._model.forward(step, needs_logits=True)
+        if logits is not None and self._spec.generates:
+            self._sampling.capture(logits)
 
     def _warm_up(self, num_tokens: int) -> float:
         """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""

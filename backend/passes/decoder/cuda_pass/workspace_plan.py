@@ -9,6 +9,7 @@ import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.checkpoint.tensor_files.lora_adapter import ADAPTED_FIELDS
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.attention import delta_net
@@ -27,7 +28,7 @@ from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, Kernel
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
-from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products, side_ops
+from penstock.backend.passes.cuda.ops import elementwise, expert_ops, lora, quantized_linear, row_products, side_ops
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses
 from penstock.backend.passes.cuda.ops.matmul import (
@@ -51,13 +52,17 @@ from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
     mixed_sizes,
     num_nodes_of,
 )
+from penstock.backend.passes.decoder.cuda_pass.variations import unsupported_variation
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import PackedLinear, Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass import PassOptions, PassSpec
 
 LIBRARY_BYTES = 224 << 20
@@ -83,6 +88,8 @@ class StepSizes:
     choices: KernelChoices = CONSTANTS
     splits_layers: bool = False
     """The option `PassOptions.splits_layers`."""
+    adapter_bytes: int = 0
+    """Memory of all adapters at a time (`adapter_bytes`); 0 if there are never any."""
 
     @property
     def max_graph_rows(self) -> int:
@@ -97,16 +104,26 @@ class PassSettings(NamedTuple):
     host_kv_bytes: int = 0
     quantization: Quantization | None = None
     formats: StoredFormats = PLAIN
+    adapters: Sequence[PeftAdapter] = ()
+    turns_heads: bool = False
 
 
-def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
+def adapter_bytes(adapter: PeftAdapter, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Upper bound of an adapter's memory: its numbers, and headers and what fills up small linears."""
+    return adapter.num_values * dtype.itemsize + config.num_layers * (len(ADAPTED_FIELDS) * 1024 + 64 * adapter.rank)
+
+
+def step_sizes(
+    config: DecoderConfig, options: PassOptions, dtype: torch.dtype, adapters: Sequence[PeftAdapter] = ()
+) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
     choices, _ = adopted_choices(options.device)
     if options.deterministic:  # with levels a row's bits depend on the others
         choices = replace(choices, chunk_levels=0)
     return StepSizes(
-        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers
-    )
+        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers,
+        options.adapter_budget_bytes + sum(adapter_bytes(adapter, config, dtype) for adapter in adapters),
+    )  # fmt: skip
 
 
 def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
@@ -121,6 +138,7 @@ def plan_spec(
     sizes: StepSizes,
     quantization: Quantization | None = None,
     formats: StoredFormats = PLAIN,
+    adapters: Sequence[PeftAdapter] = (),
 ) -> PassSpec:
     """Return the pass's spec with its memory; quantization and formats are as in `make_spec`.
 
@@ -137,10 +155,12 @@ def plan_spec(
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
     if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
-    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
+    groups = groups_of(config, sizes)
+    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups, adapters)
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
+    num_linears = config.num_layers * len(ADAPTED_FIELDS)
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
@@ -153,6 +173,8 @@ def plan_spec(
         SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
         4 * mask_ints(config, sizes),
+        lora.scratch_bytes(sizes.max_tokens, num_linears) if sizes.adapter_bytes else 0,
+        sum(adapter_bytes(each, config, dtype) - each.num_values * dtype.itemsize for each in adapters),
         4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
@@ -249,23 +271,6 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
             reason = str(error)
     if reason is not None:
         raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
-
-
-def unsupported_variation(config: DecoderConfig) -> str | None:
-    """Return the first variation of the model that the kernels do not have, or None."""
-    has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
-    variations = {
-        "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
-        "layer norms of q and k without a weight for each head": config.norm == "layer"
-        and config.qk_norm in ("head", "projection"),
-        "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
-        "several residual streams": config.streams is not None,
-        "heads of several sizes or shared keys without norms of values": not config.norms_values
-        and (config.full_heads is not None or config.num_shared_layers > 0),
-        "inputs of layers without GELU": config.layer_input_size > 0 and config.activation != "gelu_tanh",
-        "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
-    }
-    return next((name for name, is_present in variations.items() if is_present), None)
 
 
 def make_layout(
@@ -373,6 +378,7 @@ def step_limits(
         + 24,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
+        has_adapters=sizes.adapter_bytes > 0,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
     )
 
@@ -384,6 +390,9 @@ def _graph_bytes(
     """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
     decode = graph_sizes(sizes.max_graph_rows)
     num_nodes = sum(num_nodes_of(config, matmul, size) for size in (*decode, *mixed))
+    if sizes.adapter_bytes:
+        beside = lora.NUM_LAUNCHES * len(ADAPTED_FIELDS) * config.num_layers
+        num_nodes += sum(num_nodes_of(config, matmul, size) + beside for size in decode)
     num_nodes += len(mixed) * config.num_layers * len(set(layer_windows(config)))  # their prefill attention, and plans
     # Each product of widened weights has several launches.
     num_widened = sum(size > matmul.kernel_rows for size in (*decode, *mixed))
