@@ -172,16 +172,16 @@ def count_decode_rows(batch: StepBatch) -> int:
 def _places(limits: StepLimits) -> dict[str, slice]:
     """Return where each fixed array is in the block, in the order of kernels/step/pack_step.cpp. Ids of steps that are
     not mixed may lie where tiles are too."""
-    rows, places, start = limits.max_rows, dict[str, slice](), 0
+    rows, logits, places, start = limits.max_rows, limits.max_logits, dict[str, slice](), 0
     sizes = {"query_starts": rows + 2, "context_lens": rows + 1, "slots": rows + 1, "decode_slots": rows}
-    sizes |= {"logit_query_starts": rows + 1, "logit_context_lens": rows, "logit_slots": rows, "logit_tokens": rows}
-    sizes |= {"drawn_slots": rows, "adapters": limits.max_tokens, "logit_adapters": rows}
+    sizes |= {"logit_query_starts": logits + 1, "logit_context_lens": logits, "logit_slots": logits}
+    sizes |= {"logit_tokens": logits, "drawn_slots": rows, "adapters": limits.max_tokens, "logit_adapters": logits}
     for name, size in sizes.items():
         size *= limits.has_adapters or not name.endswith("adapters")
         places[name] = slice(start, start + size)
         start += aligned(size)
-    places["ids"] = slice(start, start + limits.max_tokens)
-    start += aligned(limits.mixed_tokens)
+    places["ids"] = slice(start, start + limits.token_ints * limits.max_tokens)
+    start += aligned(limits.token_ints * limits.mixed_tokens)
     places["tiles"] = slice(start, start + 4 * limits.mixed_tiles)
     return places
 

@@ -15,7 +15,8 @@ from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 
 Ints = NDArray[np.int32]
 
-MAX_PARTS = 8
+NO_INTS = np.empty(0, np.int32)
+MAX_PARTS = 12
 _INT32 = np.dtype(np.int32)
 
 
@@ -40,6 +41,19 @@ class StepLimits:
     """Tiles of such a step."""
     has_adapters: bool = False
     """Rows may have adapters."""
+    has_axes: bool = False
+    """Steps have `StepBatch.rope_positions`, also of text."""
+    max_verified: int = 0
+    """Most rows and drafts of a step with drafts; 0 if there are none."""
+
+    @property
+    def token_ints(self) -> int:
+        """Ints that are sent for each token."""
+        return 1 + 3 * self.has_axes
+
+    @property
+    def max_logits(self) -> int:
+        return max(self.max_rows, self.max_verified)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +70,16 @@ class MixedPadding:
 
 _POINTERS = (
     *("input_ids", "query_starts", "context_lens", "page_table", "slots", "logit_rows", "own_tiles"),
-    *("adapters", "block", "pages"),
+    *("adapters", "drafts", "positions", "block", "pages"),
 )
 _NUMBERS = (
     *("num_tokens", "num_rows", "num_starts", "num_logits", "table_width", "padded_tokens", "is_mixed", "num_decode"),
     *("num_own_tiles", "num_tiles", "has_embeddings", "is_drawn", "num_parts"),
 )
+
+
+_NUM_ARRAYS = len(_POINTERS) - 2
+"""Those of the batch."""
 
 
 class _Step(Structure):
@@ -78,7 +96,7 @@ class _Step(Structure):
 
 
 class _Fault(IntEnum):
-    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, ENDS, PAGES, CAPACITY = range(10)
+    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY = range(11)
 
 
 class StepPacker:
@@ -91,9 +109,10 @@ class StepPacker:
         self._pack = library.ps_pack_step
         self._pack.restype, self._pack.argtypes = c_int64, (c_void_p, c_void_p)
         sizes = [limits.max_rows, limits.max_tokens, limits.max_pages, limits.page_size_tokens, limits.num_pages]
-        sizes += [limits.vocab_size, limits.num_groups, *most]
-        starts, adapted_tokens = [place.start for place in places.values()], limits.has_adapters * limits.max_tokens
-        self._layout = (c_int64 * (len(sizes) + len(starts) + 1))(*sizes, *starts, adapted_tokens)
+        sizes += [limits.vocab_size, limits.num_groups, limits.max_logits, *most]
+        starts = [place.start for place in places.values()]
+        numbers = *sizes, *starts, limits.has_adapters * limits.max_tokens, int(limits.has_axes)
+        self._layout = (c_int64 * len(numbers))(*numbers)
         self.pages = np.full((limits.num_groups, limits.max_rows, limits.max_pages), -1, np.int32)
         """Contents of the device's page tables."""
         self._pages_address = self.pages.ctypes.data
@@ -115,29 +134,27 @@ class StepPacker:
         if batch.embeddings:
             check_embeddings(batch)
         table, ids = batch.page_table, batch.input_ids
-        arrays = [ids, batch.query_starts, batch.context_lens, table, batch.slots, batch.logit_rows, ids, ids]
-        own_tiles = num_tiles = num_decode = 0
-        num_tokens: int = ids.shape[0]
+        tiles, num_tiles, num_decode = NO_INTS, 0, 0
         if mixed is not None:
-            arrays[6], own_tiles, num_tiles = mixed.tiles, mixed.tiles.shape[0], mixed.num_tiles
-            num_decode, padded = mixed.num_decode, mixed.num_tokens
-        if batch.adapters is not None:
-            arrays[7] = batch.adapters
+            tiles, num_tiles, num_decode, padded = mixed.tiles, mixed.num_tiles, mixed.num_decode, mixed.num_tokens
+        arrays: list[Ints | None] = [
+            ids, batch.query_starts, batch.context_lens, table, batch.slots, batch.logit_rows, tiles, batch.adapters,
+            batch.drafts, batch.rope_positions, *parts,
+        ]  # fmt: skip
         for index, array in enumerate(arrays):
-            if array.dtype != _INT32 or not array.flags.c_contiguous:
+            if array is not None and (array.dtype != _INT32 or not array.flags.c_contiguous):
                 arrays[index] = np.ascontiguousarray(array, np.int32)
         # ndarray.ctypes would make two objects of each array.
-        pointers = [array.__array_interface__["data"][0] for array in arrays]
-        if batch.adapters is None:
-            pointers[7] = 0
-        self._pointers[:] = (*pointers, block, self._pages_address)
+        addresses = [0 if array is None else array.__array_interface__["data"][0] for array in arrays]
+        self._pointers[:] = (*addresses[:_NUM_ARRAYS], block, self._pages_address)
+        num_tokens: int = ids.shape[0]
         self._numbers[:] = (
             num_tokens, batch.context_lens.shape[0], batch.query_starts.shape[0], batch.logit_rows.shape[0],
-            table.shape[1], padded if padded > num_tokens else num_tokens, mixed is not None, num_decode, own_tiles,
-            num_tiles, batch.embeddings != (), is_drawn, len(parts),
+            table.shape[1], padded if padded > num_tokens else num_tokens, mixed is not None, num_decode,
+            tiles.shape[0], num_tiles, batch.embeddings != (), is_drawn, len(parts),
         )  # fmt: skip
-        for index, part in enumerate(parts):
-            self._sizes[index], self._parts[index] = part.size, part.__array_interface__["data"][0]
+        self._parts[: len(parts)] = addresses[_NUM_ARRAYS:]
+        self._sizes[: len(parts)] = [part.size for part in parts]
         fault = self._pack(*self._arguments)
         if fault:
             self._refuse(_Fault(fault), batch)
@@ -156,6 +173,8 @@ class StepPacker:
             _Fault.STARTS: f"query_starts are {starts.tolist()}, for {batch.num_rows} rows and {len(ids)} tokens",
             _Fault.SLOTS: f"slots are {_range(batch.slots)}; there are {limits.max_rows}",
             _Fault.TOKENS: f"token ids are {_range(ids)}; the vocabulary has {limits.vocab_size}",
+            _Fault.DRAFTS: "drafts are not the last tokens of their rows, or rows and drafts are more than "
+            f"{limits.max_logits}",
             _Fault.LOGIT_ROWS: f"logit rows are {_range(batch.logit_rows)}; there are {batch.num_rows}",
         }
         if fault in texts:

@@ -22,10 +22,8 @@ from penstock.backend.passes.cuda.step.device_sampler import (
     SlotArrays,
 )
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
-from penstock.backend.passes.cuda.step.step_packing import StepLimits
+from penstock.backend.passes.cuda.step.step_packing import NO_INTS, StepLimits
 from penstock.backend.passes.cuda.step.step_results import ResultBuffers
-
-NO_INTS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

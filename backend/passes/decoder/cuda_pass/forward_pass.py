@@ -30,7 +30,8 @@ from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
-from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
+from penstock.backend.passes.cuda.step.step_packing import NO_INTS
+from penstock.backend.passes.cuda.step.step_sampling import StepSampling
 from penstock.backend.passes.decoder.adapters import LoadsAdapters
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library

@@ -15,8 +15,8 @@ from penstock.tools.gpu.cases.check import require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import DTYPES, TOLERANCE
 
 _SCALE = 0.5
-_PARTS: dict[int, tuple[tuple[int, int, int], ...]] = {0: ((0, 16, 3), (24, 16, 5)), 2: ((8, 1 << 30, 9),)}
-"""Adapter → (first output, most outputs, rank) of its parts. Adapter 1 leaves the linear unchanged."""
+_PARTS: dict[int, tuple[tuple[int, int, int], ...]] = {0: ((0, 16, 3), (24, 16, 135)), 2: ((8, 1 << 30, 9),)}
+"""Adapter → (first output, most outputs, rank) of its parts; a launch has warps for 128 ranks at a time. Adapter 1 leaves the linear unchanged."""
 _ODD_PARTS = {0: ((0, 2, 3), (2, 2, 3)), 2: ((2, 2, 4),)}
 """Of 4 outputs."""
 _TOKENS = (*[0] * 5, -1, 2, 1, 0, *[2] * 4, -1, -1, 1, 2)

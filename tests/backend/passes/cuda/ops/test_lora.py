@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ import torch
 from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
 from penstock.backend.passes.cuda.ops.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
+from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.cases.products.adapters import cases, check_adapters, check_company
 from tests.cuda_emulator import EmulatedLauncher
+from tests.cuda_emulator.planting import VARIABLE, Bug, PlantedLauncher
 
 CASES = cases()
 
@@ -26,6 +30,28 @@ def test_sums_agree_with_float64_and_depend_on_no_other_token(name: str) -> None
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("wide")])
 def test_sums_have_no_races_and_are_in_bounds(name: str, order: str) -> None:
     check_adapters(EmulatedLauncher("check", order, 3), CASES[name])  # type: ignore[arg-type]
+
+
+BUGS = tuple(
+    Bug("lora.cu", right, wrong)
+    for right, wrong in (
+        ("part.first_rank + r", "r"),
+        ("own[t] == own[0]", "true"),
+        ("(part.num_outputs + 7) / 8 * 8", "outputs"),
+        ("column - part.first_output", "column"),
+        ("gridDim.y * kWarps * kRanksAtOnce", "1 << 20"),
+        ("k += 32 * 8", "k += 64 * 8"),
+    )
+)
+
+
+def test_each_planted_bug_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, case = PlantedLauncher(tmp_path, ("lora.cu",), BUGS), CASES["wide.bf16"]
+    check_adapters(launcher, case)
+    for number, _ in enumerate(BUGS):
+        monkeypatch.setenv(VARIABLE, str(number))
+        with pytest.raises(Mismatch):
+            check_adapters(launcher, case)
 
 
 def test_adapters_that_come_and_go_find_room_in_the_gaps() -> None:

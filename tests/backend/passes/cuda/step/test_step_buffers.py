@@ -140,6 +140,31 @@ def test_a_mixed_step_has_its_padding_tokens_and_unused_tiles_in_a_row_without_a
     assert buffers.rows.slots[found[2:, 0]].tolist() == [-1, -1, -1]
 
 
+def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
+    limits = replace(LIMITS, has_adapters=True, has_axes=True, max_verified=9)
+    buffers = make_buffers(limits)
+    batch = make_batch([(4, 9, 1), (2, 3, 4), (5, 0, 3)], seed=2)
+    extras = {"adapters": np.array([2, -1, 0], np.int32), "drafts": np.array([0, 3, 1], np.int32)}
+    buffers.load(replace(batch, **extras), 0, [])
+    expect_arrived(buffers, batch)
+    assert buffers.adapters[:9].tolist() == [2, *[-1] * 4, *[0] * 3, -1]
+    assert buffers.logit_tokens[:8].tolist() == [0, 4, 7, 1, 2, 3, 6, 7]
+    assert buffers.logit_rows.slots[:8].tolist() == [4, 2, 5, 2, 2, 2, 5, -1]
+    assert buffers.logit_rows.context_lens[:7].tolist() == [9, 6, 2, 3, 4, 5, 1]
+    assert buffers.logit_adapters[:8].tolist() == [2, -1, 0, -1, -1, -1, 0, -1]
+    positions = buffers.uplink.block[buffers._places["ids"].start + 8 :][: 3 * 8].view(8, 3)
+    assert positions.tolist() == [[place] * 3 for place in (9, 3, 4, 5, 6, 0, 1, 2)]
+    given = np.arange(24, dtype=np.int32).reshape(8, 3)
+    buffers.load(replace(batch, rope_positions=given), 0, [])
+    assert positions.tolist() == given.tolist()
+    assert set(buffers.logit_adapters.tolist()) == {-1}
+    for drafts in ([1, 0, 0], [0, 4, 0], [0, -1, 0]):
+        with pytest.raises(ValueError, match="drafts are not the last tokens"):
+            buffers.load(replace(batch, drafts=np.array(drafts, np.int32)), 0, [])
+    with pytest.raises(ValueError, match="rows of the step have adapters; the pass has none"):
+        make_buffers().load(replace(batch, adapters=extras["adapters"]), 0, [])
+
+
 def test_a_known_page_is_not_sent_again() -> None:
     buffers = make_buffers()
     batch = make_batch([(3, 6, 1), (1, 2, 1)])
