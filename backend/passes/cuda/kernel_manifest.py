@@ -12,11 +12,10 @@ from penstock.backend.passes.cuda.attention import (
     wide_attention,
 )
 from penstock.backend.passes.cuda.device.launcher import Kernel
-from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory import lora, page_moves
 from penstock.backend.passes.cuda.ops import (
     elementwise,
     expert_ops,
-    lora,
     quantized_linear,
     rounded_rows,
     row_products,

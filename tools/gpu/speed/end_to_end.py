@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.forward_pass import PendingOutput
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, make_layout, plan_spec
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_layout
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, plan_spec
 from penstock.tools.gpu.devices.caches import fill_cache
 from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
 from penstock.tools.gpu.devices.profiling import GpuProfiler, Profiler

@@ -19,6 +19,7 @@ from penstock.backend.passes.cuda.attention.step_attention import StepAttention,
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import (
     Activations,
@@ -31,7 +32,6 @@ from penstock.backend.passes.cuda.ops.activations import (
 from penstock.backend.passes.cuda.ops.device_weights import DeviceWeights
 from penstock.backend.passes.cuda.ops.elementwise import Elementwise
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps
-from penstock.backend.passes.cuda.ops.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear, Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
@@ -46,6 +46,8 @@ class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
     add_pictures = None
+    _token_adapters: Tensor | None = None
+    """`CudaStep.adapters` of the current operations."""
 
     def __init__(
         self,
@@ -58,10 +60,10 @@ class CudaOps(DeviceWeights):
         *,
         rounded_rows: int | None = None,
         memory: DeviceMemory | None = None,
-        adapter_bytes: int = 0,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         """rounded_rows: the fewest that get 8 bits; None: no rows do. memory: of the weights, by default this
-        process's own. adapter_bytes: of all adapters at a time, or 0 if there are never any."""
+        process's own. adapters: None if there are never any."""
         rounded = None
         if rounded_rows is not None:
             rounded = RoundedProducts(
@@ -73,7 +75,7 @@ class CudaOps(DeviceWeights):
         self._device = device
         self._launcher = device.launcher
         self._config = config
-        self._matmul = matmul
+        self._matmul, self.adapters = matmul, adapters
         self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
@@ -90,11 +92,6 @@ class CudaOps(DeviceWeights):
         self._last_qkv = zeros(max_rows, widths["qkv"])
         self._last_hidden = zeros(matmul.padded_rows(max_rows), config.hidden_size)
         self._logits = zeros(matmul.padded_rows(max_rows), config.logits_width)
-        self.adapters = None
-        if adapter_bytes:
-            self.adapters = CudaAdapters(self._launcher, device.torch_device, dtype, max_tokens, adapter_bytes)
-        self._token_adapters: Tensor | None = None
-        """`CudaStep.adapters` of the current operations."""
         self._no_sinks = torch.full((config.num_heads,), -torch.inf, device=device.torch_device)
         self.experts = None
         if config.experts is not None:

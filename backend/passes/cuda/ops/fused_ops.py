@@ -18,6 +18,7 @@ from penstock.backend.passes.cuda.attention.step_attention import StepAttention
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import Residual, head_shape, narrow
 from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
@@ -73,13 +74,13 @@ def make_ops(
     rounded_rows: int | None,
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
-    adapter_bytes: int = 0,
+    adapters: CudaAdapters | None = None,
 ) -> CudaOps:
     """Return the operations of a model. product_rows is the setting of `FusedCudaOps`; the other arguments are those of
     `CudaOps`."""
     ops = (FusedCudaOps if fuses(config, dtype, matmul) else CudaOps)(
         device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory,
-        adapter_bytes=adapter_bytes,
+        adapters=adapters,
     )  # fmt: skip
     if isinstance(ops, FusedCudaOps):
         ops.product_rows = product_rows

@@ -25,6 +25,7 @@ from penstock.backend.passes.cuda.device.device import annotate_faults, explain_
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, TokenCosts, open_pool
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
@@ -35,6 +36,7 @@ from penstock.backend.passes.cuda.step.step_sampling import StepSampling
 from penstock.backend.passes.decoder.adapters import LoadsAdapters
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
 from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
     adapter_bytes,
@@ -42,8 +44,6 @@ from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     captured_sizes_of,
     choose_matmul,
     groups_of,
-    make_full_layout,
-    make_layout,
     plan_spec,
     rounds_rows,
     sampling_sizes,
@@ -128,16 +128,20 @@ class CudaDecoderPass(LoadsAdapters):
         self._host_kv_bytes = host_kv_bytes if moves_pages else 0
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
+            adapted = None
+            if sizes.adapter_bytes:
+                adapted = CudaAdapters(
+                    device.launcher, device.torch_device, dtype, sizes.max_tokens, sizes.adapter_bytes
+                )
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
-                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapter_bytes=sizes.adapter_bytes,
+                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapters=adapted,
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
-            self._of_linears = self._ops.adapters
-            if self._ops.adapters is not None:
-                for linear in self._model.adapted_linears:
-                    self._ops.adapters.open(linear)
+            self._of_linears = adapted
+            if adapted is not None:
+                adapted.open(self._model.adapted_linears)
             self._put_first(adapters)
 
     @classmethod

@@ -26,9 +26,10 @@ from penstock.backend.passes.cuda.attention.step_attention import (
 from penstock.backend.passes.cuda.attention.wide_attention import WideAttention
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO
+from penstock.backend.passes.cuda.memory import lora
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
-from penstock.backend.passes.cuda.ops import elementwise, expert_ops, lora, quantized_linear, row_products, side_ops
+from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products, side_ops
 from penstock.backend.passes.cuda.ops.activations import activation_bytes, head_shape, max_linear_inputs
 from penstock.backend.passes.cuda.ops.fused_ops import fuses
 from penstock.backend.passes.cuda.ops.matmul import (
@@ -52,7 +53,7 @@ from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
     mixed_sizes,
     num_nodes_of,
 )
-from penstock.backend.passes.decoder.cuda_pass.variations import unsupported_variation
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout, unsupported_variation
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 
@@ -271,26 +272,6 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
             reason = str(error)
     if reason is not None:
         raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
-
-
-def make_layout(
-    config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str, groups: LayerGroups | None = None
-) -> CacheLayout:
-    """num_pages: of all groups of layers; by default there is one."""
-    num_layers = config.num_layers if groups is None else groups.num_layers
-    if config.full_heads is not None:
-        num_layers = config.num_layers - config.num_shared_layers
-        num_layers -= sum(map(config.has_full_heads, range(num_layers)))
-    return CacheLayout(num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
-
-
-def make_full_layout(config: DecoderConfig, layout: CacheLayout) -> CacheLayout | None:
-    """Return the layout of layers with `DecoderConfig.full_heads`, beside that of the others."""
-    if config.full_heads is None:
-        return None
-    num_layers = sum(map(config.has_full_heads, range(config.num_layers - config.num_shared_layers)))
-    num_kv_heads, head_dim = config.full_heads
-    return replace(layout, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def attention_by_window(

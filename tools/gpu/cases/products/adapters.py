@@ -9,14 +9,14 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
 from penstock.backend.passes.cuda.device.launcher import Launcher
-from penstock.backend.passes.cuda.ops.lora import CudaAdapters
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.tools.gpu.cases.check import require_close, require_same_bits
 from penstock.tools.gpu.cases.elementwise import DTYPES, TOLERANCE
 
 _SCALE = 0.5
 _PARTS: dict[int, tuple[tuple[int, int, int], ...]] = {0: ((0, 16, 3), (24, 16, 135)), 2: ((8, 1 << 30, 9),)}
-"""Adapter → (first output, most outputs, rank) of its parts; a launch has warps for 128 ranks at a time. Adapter 1 leaves the linear unchanged."""
+"""Adapter → (first output, most outputs, rank) of its parts; warps take 128 ranks at a time. Adapter 1 has none."""
 _ODD_PARTS = {0: ((0, 2, 3), (2, 2, 3)), 2: ((2, 2, 4),)}
 """Of 4 outputs."""
 _TOKENS = (*[0] * 5, -1, 2, 1, 0, *[2] * 4, -1, -1, 1, 2)
@@ -37,7 +37,7 @@ class AdaptersCase:
         adapters._ranks.fill_(torch.nan)
         weight = torch.zeros(self.outputs, self.inputs, dtype=self.dtype)
         linear = CudaLinear(weight, weight.t(), None, _SCALE)
-        adapters.open(linear)
+        adapters.open([linear])
         generator, added = torch.Generator().manual_seed(self.inputs), {}
         for index, parts in (_PARTS if self.outputs % 8 == 0 else _ODD_PARTS).items():
             added[index], loras = torch.zeros(self.outputs, self.inputs, dtype=torch.float64), []

@@ -19,7 +19,7 @@ struct AdapterPart {
     int up;  // its place among the numbers
 };
 
-struct __align__(16) AdapterHeader {  // packed by ops/lora.py; the numbers follow
+struct __align__(16) AdapterHeader {  // packed by memory/lora.py; the numbers follow
     int num_ranks, num_parts;
     AdapterPart parts[kMaxParts];
     int padding[10];

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
-from penstock.backend.passes.cuda.ops.lora import CudaAdapters
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.cases.products.adapters import cases, check_adapters, check_company
@@ -58,8 +58,7 @@ def test_adapters_that_come_and_go_find_room_in_the_gaps() -> None:
     """Each takes 128 + 4 * (4 * 8 + 8 * rank) bytes; the memory holds three of rank 4."""
     adapters = CudaAdapters(EmulatedLauncher(), torch.device("cpu"), torch.float32, 4, 3 * 384)
     linears = [CudaLinear(weight := torch.zeros(8, 8), weight.t(), None) for _ in range(2)]
-    for linear in linears:
-        adapters.open(linear)
+    adapters.open(linears)
     rng, down, ups = np.random.default_rng(2), torch.eye(8)[:4], dict[tuple[int, int], torch.Tensor]()
     x = torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
     for turn in range(40):

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
-from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
+from penstock.backend.passes.ops.interface import Linear
 
 MAX_PARTS = 4
 MAX_RANKS = MAX_PARTS * 512
@@ -26,8 +25,6 @@ _RANKS_AT_ONCE = 4
 _TOKENS = 4
 _RANK_BLOCKS = 8
 """Blocks that share the ranks of a group of tokens."""
-
-AdaptedLinear = CudaLinear | CudaQuantizedLinear
 
 
 def kernels() -> Iterator[Kernel]:
@@ -77,11 +74,13 @@ class CudaAdapters:
         self._parts: list[_Part] = []
         """Ascending."""
 
-    def open(self, linear: AdaptedLinear) -> None:
-        """Let the linear have adapters, before a step is captured."""
-        self._places[id(linear)] = torch.full((_MAX_ADAPTERS,), -1, dtype=torch.int64, device=self._device)
+    def open(self, linears: Sequence[Linear]) -> None:
+        """Let the linears have adapters, before a step is captured."""
+        shape = len(linears), _MAX_ADAPTERS
+        places = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+        self._places = dict(zip(map(id, linears), places, strict=True))
 
-    def prepare(self, linear: AdaptedLinear, parts: Sequence[LoraWeights]) -> Tensor:
+    def prepare(self, linear: Linear, parts: Sequence[LoraWeights]) -> Tensor:
         """uint8 on the host"""
         if any(lora.first_output % _VALUES or len(lora.up) % _VALUES for lora in parts):
             parts = [_joined(parts)]
@@ -99,7 +98,7 @@ class CudaAdapters:
         padded = torch.tensor(header + [0] * (HEADER_BYTES // 4 - len(header)), dtype=torch.int32)
         return torch.cat([padded.view(torch.uint8), torch.cat(numbers).to(self._dtype).view(torch.uint8)])
 
-    def put(self, linear: AdaptedLinear, index: int, prepared: Tensor | None) -> None:
+    def put(self, linear: Linear, index: int, prepared: Tensor | None) -> None:
         """Steps in flight keep what they read: changes run in the stream, behind them."""
         places = self._places[id(linear)]
         kept = [part for part in self._parts if part.places is not places or part.index != index]
@@ -135,7 +134,7 @@ class CudaAdapters:
     def _point(self, part: _Part) -> None:
         part.places[part.index : part.index + 1].fill_(part.begin)
 
-    def add(self, x: Tensor, linear: AdaptedLinear, out: Tensor, adapters: Tensor) -> None:
+    def add(self, x: Tensor, linear: Linear, out: Tensor, adapters: Tensor) -> None:
         """Add to out [T, outputs] what the tokens' adapters add for x [T, inputs]; adapters: int32 [T], -1 for none."""
         places = self._places.get(id(linear))
         if places is None:
