@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 97_800
-MAX_LABORATORY_LINES = 20_120
+MAX_PRODUCT_LINES = 98_285
+MAX_LABORATORY_LINES = 20_225
 MAX_DOC_WORDS = 78_580
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
@@ -18,11 +18,11 @@ MAX_LINES = {
     "backend/engine": 5_445,
     "backend/forward_pass": 840,
     "backend/kv_cache": 2_650,
-    "backend/passes": 18_690,
+    "backend/passes": 19_165,
     "backend/sampling": 840,
     "backend/scheduling": 2_140,
     "backend/sequences": 980,
-    "backend/start": 1_160,
+    "backend/start": 1_161,
     "backend/structured_output": 2_300,
     "frontend": 1_320,
     "frontend/access": 860,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_300,
+    "tools/gpu": 7_405,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

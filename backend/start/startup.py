@@ -150,9 +150,8 @@ def describe_pass(
         if num_kept:
             others = replace(settings, adapters=settings.adapters[:-num_kept])
             kept_bytes = spec.weight_bytes - pass_class.describe(config_dir, others).weight_bytes
-        left_bytes = max(0, options.lora_budget - kept_bytes)
-        spec = replace(spec, workspace_bytes=spec.workspace_bytes + left_bytes)
-        settings = replace(settings, adapter_budget_bytes=left_bytes)
+        settings = replace(settings, adapter_budget_bytes=max(0, options.lora_budget - kept_bytes))
+        spec = replace(spec, workspace_bytes=spec.workspace_bytes + settings.adapter_budget_bytes)
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

@@ -35,10 +35,9 @@ def compile_kernels(options: CompileKernelsOptions = _DEFAULTS) -> int:
     if not builds:
         fail("penstock compile-kernels", f"there are no native kernels for {platform.machine()}")
     try:
-        directories = [compile_builds(options.out.absolute(), each) for each in (builds, (STEP_BUILD,))]
+        for own in (builds, (STEP_BUILD,)):
+            directory = compile_builds(options.out.absolute(), own)
+            print(*(directory / f"{build.name}.so" for build in own), sep="\n")
     except LibraryUnavailableError as error:
         fail("penstock compile-kernels", str(error))
-    for directory, own in zip(directories, (builds, (STEP_BUILD,)), strict=True):
-        for build in own:
-            print(directory / f"{build.name}.so")
     return 0

@@ -99,7 +99,6 @@ class CudaOps(DeviceWeights):
                 self._launcher, device.torch_device, config.hidden_size, config.experts, dtype, max_tokens, matmul,
                 quantized, self._activate_gated, self,
             )  # fmt: skip
-
         self.side = None
         if config.layer_input_size or config.has_experts_beside:
             self.side = CudaSideOps(
