@@ -35,8 +35,8 @@ from penstock.backend.passes.cuda.step.step_packing import NO_INTS
 from penstock.backend.passes.cuda.step.step_sampling import StepSampling
 from penstock.backend.passes.decoder.adapters import LoadsAdapters
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
-from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout
+from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
     adapter_bytes,

@@ -16,8 +16,6 @@ from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_s
 from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.cpu.library.cpu_paths import STEP_BUILD
-from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError, open_build
 from penstock.backend.passes.cuda.device.device import first_line
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
@@ -31,7 +29,6 @@ from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from ctypes import CDLL
     from pathlib import Path
     from typing import Protocol
 
@@ -101,14 +98,6 @@ def load_pass(
         loaded, shared = load_or_map([(mailbox, memories)], fingerprint, config, pack, load, PrivateMemory)
     loaded.shared_weights = shared
     return loaded
-
-
-def open_step_library() -> CDLL:
-    """Open the host's part of a step. Raises StartupError."""
-    try:
-        return open_build(STEP_BUILD, (STEP_BUILD,))
-    except LibraryUnavailableError as error:
-        raise StartupError(f"the GPU pass cannot pack its steps: {error}") from error
 
 
 def find_shared_bytes(model_dir: Path, options: PassOptions, device_uuid: bytes) -> int:

@@ -14,7 +14,7 @@ from penstock.backend.forward_pass import FROM_SLOT, StepBatch
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_packing import MixedPadding, StepLimits
-from penstock.backend.passes.decoder.cuda_pass.loading import open_step_library
+from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 from tests.cuda_emulator.launcher import EmulatedLauncher, Order
 
