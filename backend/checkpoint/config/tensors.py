@@ -34,8 +34,6 @@ _BESIDE_NORMS = {
     "expert_output_norm": "post_feedforward_layernorm_2.weight",
     "router_scale": "router.scale",
 }
-ADAPTED_FIELDS = ("qkv", "o", "delta_gates", "gate_up", "down")
-"""The fields of `LayerWeights` whose linears may have adapters."""
 LINEARS = (
     *("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down"),
     *("input_gate", "input_projection", "inputs_table", "inputs_projection"),
@@ -48,18 +46,6 @@ FLOAT_FIELDS = ("delta_bias", "delta_decay", "stream_router", "stream_norm", "st
 """Fields that are read in fp32, whatever the model's dtype."""
 STACKED_IN_PARTS = ("qkv",)
 """Linears whose tensors' outputs follow each other in whole panels of the kernels, so each may have its own form."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """An addition to consecutive outputs of a linear: up @ (down @ x)."""
-
-    first_output: int
-    """An output of the linear in its packed form, such as the first of k's outputs in qkv."""
-    down: Tensor
-    """[rank, inputs] fp32"""
-    up: Tensor
-    """[outputs, rank] fp32, the adapter's scale included"""
 
 
 Matrix = TypeVar("Matrix", covariant=True)

@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-from penstock.backend.checkpoint.config.tensors import ADAPTED_FIELDS, LoraWeights, layer_specs
+from penstock.backend.checkpoint.config.tensors import layer_specs
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE as MODEL_CONFIG
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, TEXT_PREFIXES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS, LoraWeights
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.backend.lazy_torch import Tensor, torch

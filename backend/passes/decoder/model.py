@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.config.tensors import LoraWeights
     from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+    from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
     from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups

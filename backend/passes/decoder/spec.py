@@ -91,4 +91,5 @@ class WeightsWithHead:
 
 def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
     """Change a decoder's spec to that of a pooling one."""
-    return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)
+    kinds = {pooled.kind: pooled.width}
+    return replace(spec, pooled=kinds, generates=False, scores_prompts=False, adapter_ranks=())

@@ -57,8 +57,7 @@ def test_time_of_a_step_goes_to_its_kernels_and_gaps(record: Record) -> None:
     step, gaps = (float(found[f"{prefill}.{name}"].value or 0) for name in ("step", "gaps"))
     assert gaps == pytest.approx(step / 6, rel=0.1)
     assert found[f"{prefill}.late"].value == 0
-    # The emulated graph replays without launches: what is left is around it.
-    assert {"attribution.llama8b.3x1k.step", "attribution.llama8b.3x1k.change_pages"} <= set(found)
+    assert "attribution.llama8b.3x1k.step" in found
 
 
 def test_gaps_count_once_where_kernels_overlap() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.config.tensors import LoraWeights
+from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
 from penstock.backend.passes.ops.interface import Linear
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from penstock.backend.checkpoint.config.tensors import ADAPTED_FIELDS
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.attention import delta_net

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.config.tensors import LoraWeights
+from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.backend.checkpoint.config.tensors import LoraWeights
+from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
 from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.tools.gpu.cases.check import Mismatch
