@@ -27,22 +27,27 @@ struct __align__(16) AdapterHeader {  // packed by memory/lora.py; the numbers f
     __device__ __forceinline__ const Act* numbers() const { return reinterpret_cast<const Act*>(this + 1); }
 };
 
-// The adapters of up to kTokens neighbouring tokens; null for a token without one.
-struct Group {
-    const AdapterHeader* own[kTokens];
-    bool is_one;  // all have the same
+// Finds adapters of tokens. places: by adapter, where the linear's part begins in memory; -1 if it has none.
+struct Adapters {
+    const unsigned char* memory;
+    const long long* places;
+    const int* of_tokens;
+    int num_tokens;
 
-    // places: by adapter, where the linear's part begins in memory; -1 if it has none.
-    __device__ __forceinline__ Group(const unsigned char* memory, const long long* places, const int* adapters, int first,
-                                     int num_tokens) {
-        is_one = true;
+    // Null for a token without one.
+    __device__ __forceinline__ const AdapterHeader* of(int token) const {
+        const int adapter = token < num_tokens ? of_tokens[token] : -1;
+        const long long place = adapter < 0 ? -1 : places[adapter];
+        return place < 0 ? nullptr : reinterpret_cast<const AdapterHeader*>(memory + place);
+    }
+
+    // The adapter of all kTokens tokens from `first` on; null if they do not share one.
+    __device__ __forceinline__ const AdapterHeader* shared(int first) const {
+        const AdapterHeader* one = of(first);
+        bool is_one = true;
 #pragma unroll
-        for (int t = 0; t < kTokens; ++t) {
-            const int adapter = first + t < num_tokens ? adapters[first + t] : -1;
-            const long long place = adapter < 0 ? -1 : places[adapter];
-            own[t] = place < 0 ? nullptr : reinterpret_cast<const AdapterHeader*>(memory + place);
-            is_one &= own[t] != nullptr && own[t] == own[0];
-        }
+        for (int t = 1; t < kTokens; ++t) is_one &= of(first + t) == one;
+        return is_one ? one : nullptr;
     }
 };
 
@@ -81,19 +86,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
                   const int* __restrict__ adapters, float* __restrict__ ranks, int num_tokens, int inputs, int stride) {
     const int first = blockIdx.x * kTokens, begin = (blockIdx.y * kWarps + threadIdx.x / 32) * kRanksAtOnce;
     const int step = gridDim.y * kWarps * kRanksAtOnce;
-    const Group group(memory, places, adapters, first, num_tokens);
+    const Adapters found{memory, places, adapters, num_tokens};
     x += (long long)(first) * inputs;
     ranks += (long long)(first) * stride;
-    if (group.is_one) {
-        const Act* down = group.own[0]->numbers();
-        for (int r = begin; r < group.own[0]->num_ranks; r += step)
+    if (const AdapterHeader* shared = found.shared(first)) {
+        const Act* down = shared->numbers();
+        for (int r = begin; r < shared->num_ranks; r += step)
             multiply_ranks<kTokens>(x, down + (long long)(r) * inputs, inputs, ranks + r, stride);
         return;
     }
+#pragma unroll 1
     for (int t = 0; t < kTokens; ++t) {
-        if (group.own[t] == nullptr) continue;
-        const Act* down = group.own[t]->numbers();
-        for (int r = begin; r < group.own[t]->num_ranks; r += step)
+        const AdapterHeader* own = found.of(first + t);
+        if (own == nullptr) continue;
+        const Act* down = own->numbers();
+        for (int r = begin; r < own->num_ranks; r += step)
             multiply_ranks<1>(x + (long long)(t) * inputs, down + (long long)(r) * inputs, inputs,
                               ranks + (long long)(t) * stride + r, stride);
     }
@@ -142,16 +149,17 @@ __device__ __forceinline__ void add_rows(const float* ranks, const unsigned char
                                          const int* adapters, Out* out, int num_tokens, int outputs, int stride) {
     const int first = blockIdx.y * kTokens, column = (blockIdx.x * kThreads + threadIdx.x) * 8;
     if (column >= outputs) return;
-    const Group group(memory, places, adapters, first, num_tokens);
+    const Adapters found{memory, places, adapters, num_tokens};
     ranks += (long long)(first) * stride;
     out += (long long)(first) * outputs;
-    if (group.is_one) {
-        add_outputs<kTokens>(*group.own[0], ranks, stride, out, outputs, column);
+    if (const AdapterHeader* shared = found.shared(first)) {
+        add_outputs<kTokens>(*shared, ranks, stride, out, outputs, column);
         return;
     }
+#pragma unroll 1
     for (int t = 0; t < kTokens; ++t)
-        if (group.own[t] != nullptr)
-            add_outputs<1>(*group.own[t], ranks + (long long)(t) * stride, stride, out + (long long)(t) * outputs, outputs,
+        if (const AdapterHeader* own = found.of(first + t))
+            add_outputs<1>(*own, ranks + (long long)(t) * stride, stride, out + (long long)(t) * outputs, outputs,
                            column);
 }
 

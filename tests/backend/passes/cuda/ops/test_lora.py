@@ -36,7 +36,7 @@ BUGS = tuple(
     Bug("lora.cu", right, wrong)
     for right, wrong in (
         ("part.first_rank + r", "r"),
-        ("own[t] == own[0]", "true"),
+        ("of(first + t) == one", "of(first + t) == one || first + t < num_tokens"),
         ("(part.num_outputs + 7) / 8 * 8", "outputs"),
         ("column - part.first_output", "column"),
         ("gridDim.y * kWarps * kRanksAtOnce", "1 << 20"),
