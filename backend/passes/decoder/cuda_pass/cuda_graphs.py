@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.model import DecoderModel
 
 
-MAX_GRAPH_ROWS = 256
+MAX_GRAPH_ROWS = 512
 """Larger steps keep the device busy for long enough to launch their kernels one by one."""
+USUAL_GRAPH_ROWS = 256
+"""Most decodes of a captured mixed step; decode steps with more rows have fewer sizes."""
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
+_LARGE_SIZE_STEP = 32
+"""Beyond USUAL_GRAPH_ROWS."""
 _MATMULS_PER_LAYER = 4
 _OTHER_NODES_PER_LAYER = 5
 
@@ -44,7 +48,9 @@ _OTHER_NODES_PER_LAYER = 5
 def graph_sizes(max_rows: int) -> list[int]:
     """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured decode step."""
     most = min(max_rows, MAX_GRAPH_ROWS)
-    return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
+    small = *_SMALL_SIZES, *range(_SIZE_STEP, USUAL_GRAPH_ROWS, _SIZE_STEP)
+    sizes = *small, *range(USUAL_GRAPH_ROWS, MAX_GRAPH_ROWS, _LARGE_SIZE_STEP), most
+    return sorted({size for size in sizes if size <= most})
 
 
 def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:

@@ -34,7 +34,7 @@ from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_de
 from penstock.backend.passes.cuda.step.step_packing import NO_INTS
 from penstock.backend.passes.cuda.step.step_sampling import StepSampling
 from penstock.backend.passes.decoder.adapters import LoadsAdapters
-from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs
 from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout
 from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
@@ -126,6 +126,7 @@ class CudaDecoderPass(LoadsAdapters):
         # Pages of several groups or sizes do not move to the host, and bring back no states.
         moves_pages = len(self._groups.windows) == 1 and config.delta_net is None and config.full_heads is None
         self._host_kv_bytes = host_kv_bytes if moves_pages else 0
+        self._decode_sizes = sizes.decode_sizes(rounds_rows=rounds)
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             adapted = None
@@ -216,8 +217,8 @@ class CudaDecoderPass(LoadsAdapters):
                 [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_moves.kernels()]
             )
             self.link = measure_link(device)
-            self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)
-            adapted_sizes = graph_sizes(sizes.max_graph_rows) if sizes.adapter_bytes else []
+            self._graphs = StepGraphs(device, self._decode_sizes, self._run_padding)
+            adapted_sizes = self._decode_sizes if sizes.adapter_bytes else []
             self._adapted_graphs = StepGraphs(device, adapted_sizes, partial(self._run_padding, has_adapters=True))
             self._mixed_graphs = MixedGraphs(device, self._ops, self._model, self._buffers, self._mixed_sizes)
             token_s = self._warm_up(min(sizes.max_tokens, longest))

@@ -47,7 +47,7 @@ from penstock.backend.passes.cuda.step.step_packing import StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
 from penstock.backend.passes.cuda.step.step_sampling import SamplingSizes
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
-    MAX_GRAPH_ROWS,
+    USUAL_GRAPH_ROWS,
     graph_sizes,
     launch_bound_tokens,
     mixed_sizes,
@@ -92,9 +92,11 @@ class StepSizes:
     adapter_bytes: int = 0
     """Memory of all adapters at a time (`adapter_bytes`); 0 if there are never any."""
 
-    @property
-    def max_graph_rows(self) -> int:
-        return min(self.max_rows, self.max_tokens)
+    def decode_sizes(self, *, rounds_rows: bool) -> list[int]:
+        """Return the rows of captured decode steps; rounds_rows as in `captured_sizes`."""
+        most, rounded_rows = min(self.max_rows, self.max_tokens), self.choices.rounded_rows
+        may_round = not rounds_rows or rounded_rows <= USUAL_GRAPH_ROWS
+        return graph_sizes(most if may_round else min(most, rounded_rows - 1))
 
 
 class PassSettings(NamedTuple):
@@ -179,7 +181,7 @@ def plan_spec(
         4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
-        _graph_bytes(config, matmul, sizes, mixed, packed, dtype),
+        _graph_bytes(config, matmul, sizes, (sizes.decode_sizes(rounds_rows=rounds), mixed), packed, dtype),
     )
     return replace(
         spec,
@@ -209,10 +211,10 @@ def captured_sizes(
     products of 8 bits would do so in a graph.
     """
     max_tokens, rounded_rows = sizes.max_tokens, sizes.choices.rounded_rows
-    if rounds_rows and rounded_rows > MAX_GRAPH_ROWS:
+    if rounds_rows and rounded_rows > USUAL_GRAPH_ROWS:
         max_tokens = min(max_tokens, rounded_rows - 1)
     max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
-    return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
+    return mixed_sizes(max_tokens, min(sizes.max_rows, USUAL_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
@@ -365,11 +367,11 @@ def step_limits(
 
 
 def _graph_bytes(
-    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, mixed: list[int], packed: list[PackedLinear],
-    dtype: torch.dtype,
+    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, captured: tuple[list[int], list[int]],
+    packed: list[PackedLinear], dtype: torch.dtype,
 ) -> int:  # fmt: skip
-    """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
-    decode = graph_sizes(sizes.max_graph_rows)
+    """Return the memory of all graphs; captured: the sizes of decode steps and of mixed ones."""
+    decode, mixed = captured
     num_nodes = sum(num_nodes_of(config, matmul, size) for size in (*decode, *mixed))
     if sizes.adapter_bytes:
         beside = lora.NUM_LAUNCHES * len(ADAPTED_FIELDS) * config.num_layers

@@ -24,7 +24,8 @@ from tests.backend.passes.decoder.driver import Driver
         (8, [1, 2, 4, 8]),
         (20, [1, 2, 4, 8, 16, 20]),
         (64, [1, 2, 4, *range(8, 65, 8)]),
-        (4096, [1, 2, 4, *range(8, 257, 8)]),
+        (300, [1, 2, 4, *range(8, 257, 8), 288, 300]),
+        (4096, [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32)]),
     ],
 )
 def test_sizes_go_up_to_the_largest_captured_step(max_rows: int, sizes: list[int]) -> None:
