@@ -115,6 +115,7 @@ class CudaDecoderPass(LoadsAdapters):
         """
         self._memory = memory or PrivateMemory()
         self._inference = torch.inference_mode()
+        self._step_library = open_step_library()  # before the weights are read
         self._config = config
         self._device = device
         self._sizes = sizes
@@ -199,7 +200,7 @@ class CudaDecoderPass(LoadsAdapters):
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
         limits = step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
-        self._buffers = StepBuffers(device, limits, open_step_library())
+        self._buffers = StepBuffers(device, limits, self._step_library)
         self._sampling = StepSampling(device, self._dtype, limits, sampling_sizes(config, sizes), self._buffers)
         ropes = tuple(
             torch.tensor(RopeTable(rope).cover(longest)[:longest], device=device.torch_device) for rope in config.ropes

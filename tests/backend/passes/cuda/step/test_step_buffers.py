@@ -10,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import FROM_SLOT, StepBatch
+from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_packing import MixedPadding, StepLimits
+from penstock.backend.passes.decoder.cuda_pass import step_library
 from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 from tests.cuda_emulator.launcher import EmulatedLauncher, Order
@@ -238,6 +241,15 @@ def test_an_invalid_batch_is_refused(changes: dict[str, np.ndarray], message: st
     good.input_ids[0] = FROM_SLOT
     buffers.load(good, 0, [])
     expect_arrived(buffers, good)
+
+
+def test_missing_compiler_is_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise LibraryUnavailableError("no C++ compiler: install g++ or clang++, or set CXX to another")
+
+    monkeypatch.setattr(step_library, "open_build", refuse)
+    with pytest.raises(StartupError, match=r"the GPU pass cannot pack its steps: no C\+\+ compiler"):
+        open_step_library()
 
 
 def test_too_many_tokens_are_refused() -> None:
