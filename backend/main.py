@@ -44,7 +44,7 @@ from penstock.backend.passes.cuda.device.device_choice import why_no_gpu
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
 from penstock.backend.passes.shared_weights.watch import WeightWatch
 from penstock.backend.scheduling.restart_grace import grace_at_start
-from penstock.backend.start.draft_model import DraftChoice, plan_with_draft
+from penstock.backend.start.draft_model import DraftChoice, make_desk, plan_with_draft
 from penstock.backend.start.lora_modules import announce, check_unchanged
 from penstock.backend.start.model_card import ModelNames, make_card
 from penstock.backend.start.paging import (
@@ -177,7 +177,7 @@ def serve(options: BackendOptions) -> None:
     manager = find_service_manager("backend")
     heartbeat = manager if options.heartbeat_fd is None else Heartbeat(options.heartbeat_fd)
     engine = Engine(link, executor, scheduler, builder, requests, board, heartbeat=heartbeat, kv_events=kv_events)
-    engine.draft_desk = desk = None if draft is None else draft.make_desk(executor, scheduler, step_timing, spec)
+    engine.draft_desk = desk = make_desk(draft, options, forward_pass, plan, executor, scheduler, step_timing)
     _watch_weights(forward_pass, settings, executor, board)
     _act_on_signals(engine, scheduler)
     resume_collection()

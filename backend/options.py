@@ -54,7 +54,7 @@ _GROUPS = {
     "Memory and scheduling": "host_kv_budget kv_dtype page_size max_batch_tokens max_running max_waiting"
     " embedding_cache priority_step_s grammar_timeout_s speculation draft_model batch_channel_capacity",
     "Processes": "socket shared_buffers shared_buffer_budget kv_events kv_events_topic heartbeat_fd turn_fd weights_fds"
-    " persist_kv_fd hand_over_fd adapters_fd beside_another",
+    " persist_kv_fd hand_over_fds adapters_fd beside_another",
     "Logs and traces": "log_level log_json flight_recorder record_tokens recorder_fd",
 }
 
@@ -170,8 +170,8 @@ class BackendOptions:
     speculation: Literal["auto", "none", "ngram", "draft"] = "auto"
     """Guesses the next tokens from an earlier place with the same three tokens, in the prompt or the answer, and
     verifies them in one step where that is expected to be quicker: while few sequences run. Answers are the same tokens
-    with and without it. auto is ngram with the CPU's native kernels, none elsewhere, and uses --draft-model too; draft
-    uses that alone."""
+    with and without it. auto is ngram with the CPU's native kernels, none elsewhere, and uses --draft-model or the
+    model's own head (MTP) too; draft uses one of these alone."""
 
     draft_model: str | None = None
     """A small model with the same tokenizer as --model, named like it, that guesses tokens. Its weights and its keys
@@ -211,8 +211,8 @@ class BackendOptions:
     persist_kv_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the memory for pages, which `penstock serve` keeps."""
 
-    hand_over_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
-    """File descriptor of the memory for pages that it leaves to its successor, which `penstock serve` keeps."""
+    hand_over_fds: Annotated[tuple[int, ...], Parameter(show=False)] = ()
+    """File descriptors of the memory for pages and for checkpoints that it leaves to its successor."""
 
     adapters_fd: Annotated[int | None, Parameter(show=False, validator=Number(gte=0))] = None
     """File descriptor of the list of adapters that were loaded at run time, which `penstock serve` keeps."""

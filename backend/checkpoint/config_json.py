@@ -27,11 +27,12 @@ from penstock.backend.checkpoint.config.architectures.names import (
 )
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.config.rope_scaling import RopeSettings, compute_rope
+from penstock.backend.checkpoint.config.tensors import MTP_FC
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.formats.declared import parse_stored_formats
 from penstock.backend.checkpoint.formats.quant_method import declared_method
-from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size
+from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size, may_have_tensor
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
@@ -46,11 +47,14 @@ _ROPE_KEYS = {"full_attention": "rope_parameters", "sliding_attention": "window_
 """Layer type in rope_parameters → key of HfConfig."""
 
 
-def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) -> DecoderConfig:
+def read_decoder_config(
+    model_dir: Path, max_context_tokens: int | None = None, *, with_mtp: bool = False
+) -> DecoderConfig:
     """Read and check model_dir's config.json; its vocab_size is corrected by `fit_vocab_size`.
 
     max_context_tokens limits the context below the model's own, and so it decides between LongRoPE's short and long
-    frequencies. Raises StartupError naming the field, its value and what is supported.
+    frequencies. with_mtp: if there are weights, these decide whether the model `has_mtp`: files of fine-tuned models
+    often lack the head. Raises StartupError naming the field, its value and what is supported.
     """
     path = model_dir / CONFIG_FILE
     values = read_json_object(path)
@@ -58,7 +62,8 @@ def read_decoder_config(model_dir: Path, max_context_tokens: int | None = None) 
         config = parse_decoder_config(values, max_context_tokens)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
-    return replace(config, vocab_size=fit_vocab_size(model_dir, config.vocab_size))
+    has_mtp = with_mtp and config.has_mtp and may_have_tensor(model_dir, MTP_FC)
+    return replace(config, vocab_size=fit_vocab_size(model_dir, config.vocab_size), has_mtp=has_mtp)
 
 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:
@@ -117,6 +122,7 @@ def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None 
         query_rope=_query_rope(config, family, rope, head_dim),
         layer_uses_rope=family.uses_rope(config, windows),
         layer_window_tokens=windows,
+        has_mtp=_has_mtp(config, family),
         picture_layers=_num_picture_layers(values, part, config.num_hidden_layers),
         **variations,
     )
@@ -152,6 +158,12 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
         if key in values
     }
     return {**part.defaults, "tie_word_embeddings": part.tie_embeddings, **text, **whole}, family
+
+
+def _has_mtp(config: HfConfig, family: Family) -> bool:
+    """Of several such layers the first is read."""
+    given = family.mtp_layers if config.mtp_num_hidden_layers is None else config.mtp_num_hidden_layers
+    return family.mtp_layers is not None and bool(given) and not config.mtp_use_dedicated_embeddings
 
 
 def _num_picture_layers(values: dict[str, Any], part: TextPart | None, num_layers: int) -> int:

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.backend.forward_pass import DeviceRows, IBatchedForwardPass, PassOptions
+    from penstock.backend.forward_pass import (
+        DeviceRows,
+        IBatchedForwardPass,
+        PassOptions,
+        PassSpec,
+        PendingOutput,
+        StepBatch,
+    )
 
 
 @runtime_checkable
@@ -47,12 +54,39 @@ class ICheckpointsStates(Protocol):
         """Allocate num_checkpoints * spec.state_bytes_per_sequence bytes. Called once, after `create_cache`."""
 
 
+class IGuesser(Protocol):
+    """What a draft model calls of `IBatchedForwardPass`."""
+
+    @property
+    def spec(self) -> PassSpec: ...
+
+    def forward(self, batch: StepBatch) -> Any: ...
+
+    def sample(self, logits: Any, batch: StepBatch) -> PendingOutput: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class IGuessesTokens(Protocol):
+    """Optional interface of a pass whose model has a head that predicts the token after the next one. Its cache has the
+    head's keys and values too, and each step writes them."""
+
+    def make_guesser(self) -> IGuesser | None:
+        """A pass for steps between those of this one, over the same pages: each row has one token, and its logits are a
+        guess of those after it. None if the model has no such head.
+
+        It has 4 slots of its own. The first row of a slot is for a token that no step has computed, after a SlotInit,
+        with (slot of the sequence, own slot) in state_restores. Each further row is for the token after.
+        """
+
+
 class PagePlaces(Protocol):
     """Host pages in memory that outlives the process."""
 
     @property
     def num_places(self) -> int:
-        """Places for pages. Those for checkpoints have the numbers behind."""
+        """Places for pages. Those for checkpoints have higher numbers."""
 
     def place(self, index: int) -> NDArray[np.uint8]:
         """The memory of one place, [page bytes], for the keys and values of a page in all layers; or [state bytes]."""

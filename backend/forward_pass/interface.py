@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.backend.errors import StartupError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -67,6 +69,8 @@ class PassSpec:
     """
     copies_states: bool = False
     """The pass keeps checkpoints of states, see `ICheckpointsStates`."""
+    guesses_tokens: bool = False
+    """The pass is `IGuessesTokens`, and the model has a head for it."""
     pooled: Mapping[str, int] = field(default_factory=dict)
     """Kind of `PooledRows` → values per vector, for each kind that the pass computes."""
     generates: bool = True
@@ -87,7 +91,16 @@ class PassSpec:
     """
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
-    alone. Never with state_bytes_per_sequence, because a state does not go back."""
+    alone. With state_bytes_per_sequence a state goes back to where the first rejected draft began: such a step has at
+    most PassOptions.num_state_drafts drafts, and no state_saves of rows with drafts."""
+
+    def __post_init__(self) -> None:
+        if self.state_bytes_per_sequence and self.whole_picture_tokens:
+            # A state ends where a checkpoint is due, a picture nowhere in between: the sequence could stall.
+            raise StartupError(
+                f"whole_picture_tokens is {self.whole_picture_tokens}; a pass with state_bytes_per_sequence, "
+                f"{self.state_bytes_per_sequence}, computes pictures in parts"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +136,13 @@ class PassOptions:
     """Memory of the adapters that come later (`ILoadsAdapters`), beside workspace_bytes; 0 if none do."""
     may_run_ahead: bool = False
     """The caller waits for the output of each step, so a pass on the CPU may be `PassSpec.runs_ahead`."""
+    num_state_drafts: int = 0
+    """The most drafts of a step, if the pass keeps states: it needs memory for one more state each."""
+    guesses_tokens: bool = False
+    """Load the head of a checkpoint that predicts further tokens, for `IGuessesTokens`."""
+    needs_pictures: bool = False
+    """The operator names the file of the vision part: a pass that cannot read it refuses to load. Otherwise it warns
+    and serves text."""
     weights_fds: tuple[int, int] | None = None
     """The fds of a `penstock.shm.memory.fd_mailbox` for `ISharedWeights`; None if weights end with the process."""
 

@@ -1,8 +1,10 @@
-"""Pages that a backend leaves to its successor while both run: the successor computes only what is missing.
+"""Pages, and checkpoints of states, that a backend leaves to its successor while both run: the successor computes only
+what is missing.
 
-The supervisor gives both a memfd without memory. When the successor is ready, the old backend copies the full pages of
-its running sequences there, some with each step, and then each page that fills. The successor finds them at once. When
-the old backend has ended, it frees the memory; later it leaves pages in the same way.
+The supervisor gives both memfds without memory, for pages and for checkpoints; the rest holds for each. When the
+successor is ready, the old backend copies the full pages of its running sequences there, some with each step, and then
+each page that fills. The successor finds them at once. When the old backend has ended, it frees the memory; later it
+leaves pages in the same way.
 """
 
 from __future__ import annotations
@@ -37,19 +39,25 @@ _MAGIC = b"PNSTKH01"
 _HEADER = struct.Struct("<8s32s32sQQ")  # magic, key, secret, bytes of a page, places
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
-_SAVES_PER_STEP = 16
-"""A page of 400 KB takes about 0.2 ms, which the step's streams wait for."""
+_SAVES_PER_STEP, _SAVED_BYTES = 16, 8_000_000
+"""A page of 400 KB takes about 0.2 ms, which the step's streams wait for. A step saves at least one."""
+FIRST_STATE_PLACE = 1 << 30
+"""The places of checkpoints have numbers from here on."""
 _LOOKS_EVERY_S = 1.0
+_WITHDRAWN = bytes(16)
+"""In a row: another backend need not wait for a page here."""
 
 
 class HandOverMemory:
     """The memory of one server's backend and its successors. One of them writes: the one that holds the lock."""
 
-    first_place = 0
+    states: HandOverMemory | None = None
+    """That of the checkpoints, in the memory of the pages."""
 
-    def __init__(self, fd: int, key: bytes, page_bytes: int, num_pages: int) -> None:
+    def __init__(self, fd: int, key: bytes, page_bytes: int, num_pages: int, first_place: int = 0) -> None:
         """The fd stays the caller's. follows becomes true if another backend with the same key uses it now; if one
         with another key does, is_usable is false. num_pages are those that this backend may leave."""
+        self.first_place = first_place
         self._shared_fd = fd
         # Another description of the file, for its lock: one of the process would end when any of its fds is closed.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -104,29 +112,38 @@ class HandOverMemory:
 
     def follow(self, place: int) -> PersistedPage | None:
         """Return what the other backend has left at this place; None if it is nothing yet."""
-        if place >= self.num_places or (row := self._rows.row(place)) is None:
+        index = place - self.first_place
+        if index >= self.num_places or (row := self._rows.row(index)) is None:
             return None
         _, page, self._sums[place] = row
-        return page
+        return page._replace(place=place)
 
     def place(self, index: int) -> NDArray[np.uint8]:
-        """The memory of a place, [page bytes]."""
-        return self._places[index, : self.page_bytes]
+        """The memory of a place, [page bytes], or [state bytes]."""
+        if self.states is not None and index >= self.states.first_place:
+            return self.states.place(index)
+        return self._places[index - self.first_place, : self.page_bytes]
 
     def note_written(self, index: int) -> None:
         """Note that the content of the place is complete. May be called on another thread than the other methods."""
-        self._sums[index] = block_sum(self._places[index])
+        if self.states is not None and index >= self.states.first_place:
+            self.states.note_written(index)
+        else:
+            self._sums[index] = self._sum(index)
 
     def publish(self, page: PersistedPage) -> None:
         """Let the successor find the content, for which `note_written` has returned."""
-        self._rows.write(page, self._sums[page.place])
+        self._rows.write(page._replace(place=page.place - self.first_place), self._sums[page.place])
 
     def withdraw(self, index: int) -> None:
         if not self.follows:
-            self._rows.clear(index)
+            self._rows.write(PersistedPage(index - self.first_place, _WITHDRAWN, b""), 0)
 
     def is_intact(self, index: int) -> bool:
-        return block_sum(self._places[index]) == self._sums[index]
+        return self._sum(index) == self._sums[index]
+
+    def _sum(self, index: int) -> int:
+        return block_sum(self._places[index - self.first_place])
 
 
 class HandOver(HostOffload):
@@ -137,7 +154,7 @@ class HandOver(HostOffload):
         self._store = self._memory = memory
         self._clock = clock
         self._num_host_pages = 0
-        self._num_followed = 0
+        self._num_followed = memory.first_place
         self._num_steps_in_flight = -1
         """Steps that may still read pages of a backend that has ended; -1 while it lives."""
         self._look_s = 0.0
@@ -153,8 +170,9 @@ class HandOver(HostOffload):
         if self._memory.follows and self._num_steps_in_flight < 0:
             while (page := self._memory.follow(self._num_followed)) is not None:
                 self._num_followed += 1
-                self._num_host_pages += 1
-                self._add_found(page)
+                if page.page_hash != _WITHDRAWN:
+                    self._num_host_pages += 1
+                    self._add_found(page)
         return super().contains(page_hash)
 
     def save(self, page: int, page_hash: bytes, salt: bytes) -> None:
@@ -173,10 +191,23 @@ class HandOver(HostOffload):
         self._memory.begin()
         self._is_leaving, self._find = True, find
         self._num_host_pages = self._memory.num_places
-        self._free = list(range(self._num_host_pages - 1, -1, -1))
+        first = self._memory.first_place
+        self._free = list(range(first + self._num_host_pages - 1, first - 1, -1))
+
+    def _free_host_page(self) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def discard(self, page_hashes: list[bytes]) -> None:
+        """A place is written once: the successor may be reading it."""
+        num_free = len(self._free)
+        super().discard(page_hashes)
+        if self._is_leaving:
+            self._num_host_pages -= len(self._free) - num_free
+            del self._free[num_free:]
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
-        for page_hash in list(self._to_leave)[:_SAVES_PER_STEP]:
+        most = min(_SAVES_PER_STEP, max(1, _SAVED_BYTES // self._memory.page_bytes))
+        for page_hash in list(self._to_leave)[:most]:
             del self._to_leave[page_hash]
             if (found := self._find(page_hash)) is not None:
                 self.save(found[0], page_hash, found[1])
@@ -202,20 +233,29 @@ class HandOver(HostOffload):
 
 
 def open_hand_over(
-    fd: int | None, forward_pass: IBatchedForwardPass, plan: KvPlan | WholePlan, model_dir: Path, fingerprint: str
+    fds: tuple[int, ...],
+    forward_pass: IBatchedForwardPass,
+    plan: KvPlan | WholePlan,
+    model_dir: Path,
+    fingerprint: str,
 ) -> HandOverMemory | None:
-    """Give the pass host pages in the memory of the fd; None if its pages cannot be handed over. Call it before a page
-    is hashed."""
-    spec = forward_pass.spec
-    if fd is None or not isinstance(plan, KvPlan) or not isinstance(forward_pass, IPersistsPages):
+    """Give the pass host pages in the memory of the first fd, and places for checkpoints in that of the second; None if
+    its pages cannot be handed over. Call it before a page is hashed."""
+    state_bytes = forward_pass.spec.state_bytes_per_sequence
+    if len(fds) < 2 or not isinstance(plan, KvPlan) or not isinstance(forward_pass, IPersistsPages):
         return None
-    if spec.state_bytes_per_sequence or plan.groups.has_windows or plan.groups.count > 1:
+    if (state_bytes and not plan.num_checkpoints) or plan.groups.has_windows or plan.groups.count > 1:
         return None
     page_bytes = plan.page_size_tokens * plan.bytes_per_token
-    key = packing_fingerprint(model_dir, (fingerprint, plan.kv_dtype, page_bytes, plan.page_size_tokens))
-    memory = HandOverMemory(fd, bytes.fromhex(key), page_bytes, plan.num_pages)
+    kinds = fingerprint, plan.kv_dtype, page_bytes, plan.page_size_tokens, state_bytes
+    key = bytes.fromhex(packing_fingerprint(model_dir, kinds))
+    memory = HandOverMemory(fds[0], key, page_bytes, plan.num_pages)
     if not memory.is_usable:
         return None
+    if state_bytes:
+        memory.states = HandOverMemory(fds[1], key, state_bytes, plan.num_checkpoints, FIRST_STATE_PLACE)
+        if not memory.states.is_usable:
+            return None
     use_secret(memory.secret)
     forward_pass.persist_pages(memory)
     return memory

@@ -63,7 +63,8 @@ class StateCheckpoints:
     def is_coming(self, sequence: Sequence, num_pages: int) -> bool:
         """Whether a running sequence will keep the state after so many pages, or still can."""
         num_tokens = num_pages * self._page_size
-        return bool(self.pool.num_pages) and (num_tokens > sequence.num_computed or num_tokens in sequence.kv.saving)
+        known_end = max(sequence.num_computed, sequence.kv.drafts_end)
+        return bool(self.pool.num_pages) and (num_tokens > known_end or num_tokens in sequence.kv.saving)
 
     def expect(self, sequence: Sequence, num_pages: int) -> None:
         """Let a running sequence keep a state that `is_coming`."""
@@ -162,6 +163,11 @@ class StateCheckpoints:
                     kv.passing_hash = page_hash
             self.pool.release([place])
 
+    def leave(self, sequences: Iterable[Sequence]) -> None:
+        """Leave the sequences' states to the next backend, and those that are kept from now on."""
+        hashes = (page_hash for sequence in sequences for page_hash in sequence.kv.page_hashes)
+        self.pool.leave([page_hash for page_hash in hashes if self.pool.find(page_hash) is not None])
+
     def go_back(self, sequence: Sequence, num_computed: int) -> int:
         """Return the number of pages after which the sequence can go on: not more than its num_computed tokens fill."""
         kv = sequence.kv
@@ -187,6 +193,7 @@ class StateCheckpoints:
         """Release what no step in flight may be applied to, or read, any more."""
         places = [place for place, _ in kv.saving.values()]
         kv.saving.clear()
+        kv.drafts_end = 0
         if kv.state_place >= 0:
             places.append(kv.state_place)
             kv.state_place = -1

@@ -12,8 +12,10 @@ from penstock.backend.sequences.sequence import Sequence
 
 MAX_ROWS = 4
 """With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
-_MAX_DRAFTS = 24
+MAX_DRAFTS = 24
 """Drafts of a step."""
+MAX_STATE_DRAFTS = 6
+"""The same for a pass with states, which keeps one for each: they have 20 to 150 MB."""
 _MIN_CHANCE = 0.1
 """Drafts that are less likely are not looked at."""
 PLANS_PER_TRIAL = 32
@@ -36,8 +38,9 @@ class StepTimes(Protocol):
 class Drafting:
     """Drafts where they are expected to bring more tokens a second. It changes no token, whatever it chooses."""
 
-    def __init__(self, times: StepTimes, texts: EarlierTexts | None = None) -> None:
+    def __init__(self, times: StepTimes, texts: EarlierTexts | None = None, max_drafts: int = MAX_DRAFTS) -> None:
         self._times = times
+        self.max_drafts = max_drafts
         self.texts = texts
         """Those of the pool's pages."""
         self._num_refused = 0
@@ -59,7 +62,8 @@ class Drafting:
             return {}
         chances.sort(key=_chance, reverse=True)
         drafts: dict[Sequence, list[int]] = {}
-        for _, sequence in chances[: self._best_count(len(decodes), [chance for chance, _ in chances[:_MAX_DRAFTS]])]:
+        del chances[self.max_drafts :]
+        for _, sequence in chances[: self._best_count(len(decodes), [chance for chance, _ in chances])]:
             chosen = drafts.setdefault(sequence, [])
             chosen.append(guesses[sequence][len(chosen)])
         return drafts

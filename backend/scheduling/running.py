@@ -171,6 +171,12 @@ class RunningSequences:
             sequence.slot = None
         return awaited
 
+    def leave_pages(self) -> None:
+        """Leave full pages, and states, to the next backend."""
+        if self.states is not None:
+            self.states.leave(self.sequences)
+        self.pool.leave([name for each in self.sequences for name in each.kv.page_hashes[: each.kv.num_indexed_pages]])
+
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """(page, host place) pairs to copy before the next step. A checkpoint has a number behind those of pages."""
         saves = self.pool.host_offload.take_saves()

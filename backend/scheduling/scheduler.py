@@ -197,13 +197,15 @@ class Scheduler:
         num_spare = self._pool.num_available - len(decodes) * self._running.groups.count
         chosen = self.drafting.choose(decodes)
         for sequence, tokens in chosen.items():
-            end = sequence.num_computed + min(len(tokens), left)
+            # No state is kept within drafts.
+            end = min(sequence.num_computed + min(len(tokens), left), sequence.kv.next_border - 1)
             if 0 < (missing := self._running.missing_pages(sequence, end)) <= num_spare:
                 self._running.grow(sequence, missing)
                 num_spare -= missing
-            kept = tokens[: min(end, sequence.capacity_tokens) - sequence.num_computed]
+            kept = tokens[: max(0, min(end, sequence.capacity_tokens) - sequence.num_computed)]
             if kept:
                 drafts[sequence] = kept
+                sequence.kv.drafts_end = sequence.num_computed + len(kept)
                 left -= len(kept)
         return drafts
 
@@ -329,8 +331,7 @@ class Scheduler:
 
     def leave_pages(self) -> None:
         """Leave the pages of the running sequences to the next backend, which is ready."""
-        sequences = self._running.sequences
-        self._pool.leave([name for each in sequences for name in each.kv.page_hashes[: each.kv.num_indexed_pages]])
+        self._running.leave_pages()
 
     def take_saves(self) -> tuple[tuple[int, int], ...]:
         """See `RunningSequences`. Call it when that step is launched."""

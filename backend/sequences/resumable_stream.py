@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.shm.messages import EventLogprobs, Failure, Finish, Started, StreamName
+from penstock.shm.messages import ArenaRef, EventLogprobs, Failure, Finish, Picture, Started, StreamName
 
 _CHOICE_BYTES = 512
 _ENTRY_BYTES = 256
@@ -55,6 +56,8 @@ class ResumableStream:
     linger_s: int
     record: bytes = b""
     choices: dict[int, ResumableChoice] = field(default_factory=dict)
+    pixels: dict[bytes, memoryview] = field(default_factory=dict)
+    """Copies of its pictures' pixels by digest, while a choice runs: the reader may go before they are encoded."""
     expires_s: float | None = None
     """None while a choice has a reader."""
 
@@ -69,4 +72,17 @@ class ResumableStream:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.record) + sum(choice.num_bytes for choice in self.choices.values())
+        num_pixels = sum(map(len, self.pixels.values()))
+        return len(self.record) + num_pixels + sum(choice.num_bytes for choice in self.choices.values())
+
+    def keep_pixels(
+        self, pictures: tuple[Picture, ...], read: Callable[[ArenaRef], memoryview]
+    ) -> Callable[[ArenaRef], memoryview]:
+        """Copy the pixels, and return what reads the copies. Raises DescriptorError."""
+        copies = {}
+        for picture in pictures:
+            if picture.pixels is not None:
+                if picture.digest not in self.pixels:
+                    self.pixels[picture.digest] = read(picture.pixels)
+                copies[picture.pixels] = self.pixels[picture.digest]
+        return copies.__getitem__

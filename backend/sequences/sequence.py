@@ -19,6 +19,7 @@ class KvState:
     """The pages of one sequence. All but `page_hashes` is empty while the sequence waits."""
 
     __slots__ = (
+        "drafts_end",
         "is_suspect",
         "kept_borders",
         "next_border",
@@ -58,6 +59,8 @@ class KvState:
         """Numbers of tokens after which others will need the state, ascending."""
         self.saving: dict[int, tuple[int, bool]] = {}
         """Number of tokens → the held checkpoint that a step in flight writes, and whether others will need it."""
+        self.drafts_end = 0
+        """Number of tokens after the last drafts, which a step in flight may verify: it keeps no state before."""
         self.state_place = -1
         """The held checkpoint with which its next row begins; -1 for none."""
         self.passing_hash = b""
@@ -133,6 +136,7 @@ class Sequence:
         "constraints",
         "embeddings",
         "ended",
+        "failed_generation",
         "fast_path_until",
         "final_generation",
         "generation",
@@ -256,8 +260,9 @@ class Sequence:
         """Counts rewinds and the end. Results of a step for an older generation are dropped."""
         self.stopped_generation = -1
         """The generation whose later rows are dropped."""
-        self.final_generation = -1
-        """The generation in which a token ended it for all subscribers, or a step of it failed."""
+        self.final_generation = self.failed_generation = -1
+        """The generation in which a token ended it for all subscribers, or a step of it failed; and that in which one
+        could not be launched. Earlier steps, which may still run, count."""
         self.ended = False
         """Removed from the scheduler: finished, cancelled, expired or failed."""
 

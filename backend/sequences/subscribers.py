@@ -70,13 +70,9 @@ class Subscriber:
         name, num_tokens = (submission.frontend, message.request_id), len(submission.tokens) // 4
         limits = max_total_tokens, stop_token_ids
         subscriber = cls(*name, *limits, num_tokens, arrived_s, deadline_s, tenant=message.tenant)
-        subscriber.note_pixels(submission)
+        if isinstance(message, Generate):
+            subscriber.pictures, subscriber.read_pixels = message.pictures, submission.read_pixels
         return subscriber
-
-    def note_pixels(self, submission: Submission[PromptHeader]) -> None:
-        """The pixels of its pictures are those of this submission."""
-        if isinstance(submission.message, Generate):
-            self.pictures, self.read_pixels = submission.message.pictures, submission.read_pixels
 
     def contradicts(self, index: int, token_id: int) -> bool:
         """The token at index, which the sequence computed, is not the one that came with the request."""

@@ -10,10 +10,11 @@ from penstock.backend.checkpoint.files.tokenizer_file import read_token_ids
 from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.engine.interfaces import ISequenceScheduler
 from penstock.backend.engine.steps.draft_desk import DraftDesk, IDraftExecutor
-from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
+from penstock.backend.engine.steps.draft_model import DraftModel, HeadModel, num_spare_pages
 from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions, PassSpec
+from penstock.backend.forward_pass.extensions import IGuessesTokens
 from penstock.backend.forward_pass.plugins import find_forward_pass
 from penstock.backend.kv_cache.budget.kv_plan import KvPlan
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
@@ -26,14 +27,14 @@ from penstock.backend.start.startup import pass_name, plan_memory
 
 logger = logging.getLogger("penstock.backend")
 
+_NO_HEAD = "the model has no head of its own (MTP) that this forward pass can use"
+
 
 @dataclass(slots=True)
 class DraftChoice:
     """The draft model that the operator has chosen."""
 
     name: str
-    is_alone: bool
-    """Nothing else guesses."""
     config_dir: Path
     pass_class: type[IBatchedForwardPass]
     settings: PassOptions
@@ -57,12 +58,17 @@ class DraftChoice:
             workspace_bytes=spec.workspace_bytes + self.spec.workspace_bytes,
         )
 
+    def spare_bytes(self, plan: KvPlan) -> int:
+        """Bytes of its pages for guesses."""
+        num_tokens = num_spare_pages(plan.page_size_tokens) * plan.page_size_tokens
+        return num_tokens * self.spec.kv_bytes_per_token[plan.kv_dtype]
+
     def taken_from(self, plan: KvPlan | WholePlan) -> KvPlan | WholePlan:
         """The plan with pages of the target alone: those of the draft model count as workspace from here on."""
         if isinstance(plan, WholePlan):
             return plan
         bytes_per_token = self.spec.kv_bytes_per_token[plan.kv_dtype]
-        num_bytes = self._num_pages(plan) * plan.page_size_tokens * bytes_per_token
+        num_bytes = plan.num_tokens * bytes_per_token + self.spare_bytes(plan)
         return replace(
             plan,
             bytes_per_token=plan.bytes_per_token - bytes_per_token,
@@ -96,19 +102,51 @@ class DraftChoice:
         logger.info("the draft model %s guesses tokens of up to %d sequences", self.name, MAX_ROWS)
         self.model = DraftModel(loaded, plan.num_pages, plan.page_size_tokens, self.settings.max_batch_tokens)
 
-    def make_desk(
-        self, executor: IDraftExecutor, scheduler: ISequenceScheduler, times: StepTimes, spec: PassSpec
-    ) -> DraftDesk:
-        """spec: the target's."""
-        if self.model is None or not isinstance(scheduler, Scheduler) or scheduler.drafting is None:
-            raise RuntimeError("the draft model is not loaded, or nothing drafts; this is a bug")
-        texts = None if self.is_alone else scheduler.drafting.texts
-        drafting = ModelDrafting(times, texts, self.spec.max_context_tokens, is_alone=self.is_alone)
-        scheduler.drafting = drafting
-        return DraftDesk(self.model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
-
     def _num_pages(self, plan: KvPlan) -> int:
         return plan.num_pages + num_spare_pages(plan.page_size_tokens)
+
+
+def _make_desk(
+    model: DraftModel,
+    executor: IDraftExecutor,
+    scheduler: ISequenceScheduler,
+    times: StepTimes,
+    spec: PassSpec,
+    max_context_tokens: int,
+    *,
+    is_alone: bool,
+) -> DraftDesk:
+    if not isinstance(scheduler, Scheduler) or (before := scheduler.drafting) is None:
+        raise RuntimeError("a model guesses, and nothing drafts; this is a bug")
+    texts = None if is_alone else before.texts
+    drafting = ModelDrafting(times, texts, max_context_tokens, before.max_drafts, is_alone=is_alone)
+    scheduler.drafting = drafting
+    return DraftDesk(model, executor, drafting, scheduler.next_decodes, spec.vocab_size)
+
+
+def make_desk(
+    draft: DraftChoice | None,
+    options: BackendOptions,
+    forward_pass: IBatchedForwardPass,
+    plan: KvPlan | WholePlan,
+    executor: IDraftExecutor,
+    scheduler: ISequenceScheduler,
+    times: StepTimes,
+) -> DraftDesk | None:
+    """The desk of the draft model, or of the model's own head that guesses; None without either. Raises StartupError if
+    there must be one."""
+    is_alone, spec = options.speculation == "draft", forward_pass.spec
+    if draft is not None and draft.model is not None:
+        limit = draft.spec.max_context_tokens
+        return _make_desk(draft.model, executor, scheduler, times, spec, limit, is_alone=is_alone)
+    guesser = forward_pass.make_guesser() if isinstance(forward_pass, IGuessesTokens) else None
+    if guesser is None or isinstance(plan, WholePlan):
+        if is_alone:
+            raise StartupError(f"--speculation is draft, but {_NO_HEAD}, and no --draft-model is given")
+        return None
+    logger.info("the model's own head guesses tokens of up to %d sequences", MAX_ROWS)
+    model, limit = HeadModel(guesser, plan.num_pages, plan.page_size_tokens, MAX_ROWS), plan.max_context_tokens
+    return _make_desk(model, executor, scheduler, times, spec, limit, is_alone=is_alone)
 
 
 def plan_with_draft(
@@ -118,15 +156,23 @@ def plan_with_draft(
     draft = find_draft(options, settings, spec)
     if draft is None:
         return plan_memory(options, spec, settings, memory), None
-    return draft.taken_from(plan_memory(options, draft.added_to(spec), settings, memory)), draft
+    both = draft.added_to(spec)
+    plan = plan_memory(options, both, settings, memory)
+    if isinstance(plan, KvPlan):  # the budget has room for the spare pages too
+        left_bytes = max(1, plan.budget.num_bytes - draft.spare_bytes(plan))
+        without_spare = plan_memory(replace(options, kv_budget=left_bytes), both, settings, memory)
+        plan = replace(without_spare, budget=plan.budget) if isinstance(without_spare, KvPlan) else plan
+    return draft.taken_from(plan), draft
 
 
 def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -> DraftChoice | None:
     """Return what --draft-model names. Raises StartupError."""
     name = options.draft_model
     if name is None:
-        if options.speculation == "draft":
-            raise StartupError("--speculation is draft; name a small model with the same tokenizer as --draft-model")
+        if options.speculation == "draft" and not spec.guesses_tokens:
+            raise StartupError(
+                f"--speculation is draft, but {_NO_HEAD}: name a small model with the same tokenizer as --draft-model"
+            )
         return None
     if options.speculation in ("none", "ngram"):
         raise StartupError(
@@ -154,4 +200,4 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
     draft = pass_class.describe(config_dir, settings)
     if not draft.generates or len(draft.kv_windows) > 1 or draft.state_bytes_per_sequence:
         raise StartupError(f"--draft-model {name} must be a decoder with pages alone: it keeps a state, or pools")
-    return DraftChoice(name, options.speculation == "draft", config_dir, pass_class, settings, draft)
+    return DraftChoice(name, config_dir, pass_class, settings, draft)

@@ -23,7 +23,7 @@ from penstock.backend.kv_cache.page_pool import PagePool
 from penstock.backend.kv_cache.page_store import PageStore, open_store
 from penstock.backend.kv_cache.state_checkpoints import StateCheckpoints
 from penstock.backend.options import BackendOptions
-from penstock.backend.scheduling.drafting import Drafting
+from penstock.backend.scheduling.drafting import MAX_DRAFTS, MAX_STATE_DRAFTS, Drafting
 from penstock.backend.scheduling.scheduler import Scheduler
 from penstock.backend.scheduling.whole_scheduler import WholeScheduler
 from penstock.shm.link.kv_event_publisher import CannotPublish, KvEventPublisher
@@ -75,7 +75,7 @@ def open_pages(
     fd, memory, beside = options.persist_kv_fd, host_memory(), options.beside_another
     fingerprint = f"{card.fingerprint} {options.max_context}"  # LongRoPE rotates keys by the longest context
     if fd is None:
-        return open_hand_over(options.hand_over_fd, forward_pass, plan, model_dir, fingerprint)
+        return open_hand_over(options.hand_over_fds, forward_pass, plan, model_dir, fingerprint)
     return open_store(fd, forward_pass, plan, model_dir, fingerprint, memory, beside_another=beside)
 
 
@@ -107,7 +107,7 @@ def _checkpoints(
     """None if the pass keeps no state."""
     if not forward_pass.spec.state_bytes_per_sequence:
         return None
-    places = store.states if isinstance(store, PageStore) else None
+    places = None if store is None else store.states
     pool, state_bytes = PagePool(plan.num_checkpoints, store=places), forward_pass.spec.state_bytes_per_sequence
     return StateCheckpoints(pool, plan.page_size_tokens, state_bytes=state_bytes)
 
@@ -137,7 +137,8 @@ def create_scheduler(
     num_host_pages = count_host_pages(plan, forward_pass)
     drafting = None
     if verifies_drafts and options.speculation != "none":
-        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens))
+        max_drafts = MAX_STATE_DRAFTS if plan.state_bytes else MAX_DRAFTS
+        drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens), max_drafts)
     observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts
     scheduler = Scheduler(
         PagePool(plan.num_pages, num_host_pages, observers, store, names, texts),

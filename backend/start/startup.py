@@ -27,6 +27,7 @@ from penstock.backend.model_names import DEMO_MODEL
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.cuda.device.device_choice import choose_device, planned_device
 from penstock.backend.passes.cuda.device.kernel_choices import adopted_choices
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from penstock.backend.start.lora_modules import NamedAdapter, read_adapters
 from penstock.backend.start.pass_checks import check_adapters, check_groups
 from penstock.process.options import format_size
@@ -64,6 +65,9 @@ def pass_options(options: BackendOptions) -> PassOptions:
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
         adapter_budget_bytes=0 if options.lora_dir is None else options.lora_budget,
         may_run_ahead=True,
+        guesses_tokens=options.speculation in ("auto", "draft") and options.draft_model is None,
+        num_state_drafts=0 if options.speculation == "none" else MAX_STATE_DRAFTS,
+        needs_pictures=options.mmproj is not None,
         weights_fds=_pair(options.weights_fds),
     )
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from penstock.backend.passes.cpu.library.cpu_paths import STEP_BUILD, machine_builds
-from penstock.backend.passes.cpu.library.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
+from penstock.backend.passes.cpu.library.cpu_paths import machine_builds
+from penstock.backend.passes.cpu.library.native_library import (
+    COMPILED_DIR,
+    STEP_BUILD,
+    LibraryUnavailableError,
+    compile_builds,
+)
 from penstock.process.failure import fail
 
 

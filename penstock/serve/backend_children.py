@@ -129,7 +129,11 @@ class BackendChildren:
                 options.check()
                 recorder_fd = create_fd(options.flight_recorder)
             weights = None if self.weights is None else self.weights.open(options)
-            hand_over = os.memfd_create("penstock-hand-over") if beside is None else os.dup(beside.hand_over)
+            hand_over = (
+                tuple(os.memfd_create(f"penstock-hand-over-{kind}") for kind in ("pages", "states"))
+                if beside is None
+                else tuple(map(os.dup, beside.hand_over))
+            )
             known = beside or before
             adapters_fd = os.memfd_create("penstock-adapters") if known is None else os.dup(known.adapters_fd)
         except (StartupError, OSError) as error:
@@ -147,8 +151,8 @@ class PreparedBackend:
     common: BackendChildren
     options: BackendOptions
     heartbeat: Heartbeat
-    hand_over: int
-    """fd of the memory for pages that this backend and its successor have in common."""
+    hand_over: tuple[int, ...]
+    """fds of the memory that this backend and its successor have in common: for pages, and for checkpoints."""
     adapters_fd: int
     """fd of the list of adapters that were loaded at run time."""
     recorder_fd: int | None
@@ -157,18 +161,18 @@ class PreparedBackend:
 
     def spec(self, name: str, **changes: Any) -> ChildSpec:
         """Return how to start it. changes replace options."""
-        common = self.common
+        common, weights_fds = self.common, () if self.weights is None else self.weights.fds
         options = dataclasses.replace(
             self.options,
             heartbeat_fd=self.heartbeat.fd,
             recorder_fd=self.recorder_fd,
-            weights_fds=() if self.weights is None else self.weights.fds,
+            weights_fds=weights_fds,
             persist_kv_fd=self.pages_fd,
-            hand_over_fd=self.hand_over,
+            hand_over_fds=self.hand_over,
             adapters_fd=self.adapters_fd,
             **changes,
         )
-        fds = [self.heartbeat.fd, self.hand_over, self.adapters_fd, *(() if self.weights is None else self.weights.fds)]
+        fds = [self.heartbeat.fd, *self.hand_over, self.adapters_fd, *weights_fds]
         crash_files = None
         if self.pages_fd is not None:
             fds.append(self.pages_fd)
@@ -208,7 +212,7 @@ class PreparedBackend:
         self.heartbeat.close()
         if self.common.weights is not None and self.weights is not None:
             self.common.weights.release(self.weights)
-        for fd in (self.hand_over, self.adapters_fd, self.recorder_fd, self.pages_fd):
+        for fd in (*self.hand_over, self.adapters_fd, self.recorder_fd, self.pages_fd):
             if fd is not None:
                 os.close(fd)
 

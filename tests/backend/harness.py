@@ -12,9 +12,10 @@ import numpy as np
 
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.draft_desk import DraftDesk
-from penstock.backend.engine.steps.draft_model import DraftModel, num_spare_pages
+from penstock.backend.engine.steps.draft_model import DraftModel, HeadModel, num_spare_pages
 from penstock.backend.engine.steps.launched_step import launch_step
 from penstock.backend.kv_cache.page_pool import PagePool
+from penstock.backend.passes.decoder.guess_pass import GuessPass
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.paging import create_cache
 from penstock.shm.link.events import Cancellation, Submission
@@ -282,6 +283,9 @@ class Bench(EngineRig):
             self.engine.draft_desk = self._make_draft_desk(drafting, draft_pass, min_chance)
 
     def _make_draft_desk(self, drafting: Any, draft_pass: Any, min_chance: float) -> DraftDesk:
+        if isinstance(draft_pass, GuessPass):
+            head: Any = HeadModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)
+            return DraftDesk(head, self.executor, drafting, self.scheduler.next_decodes, self.vocab_size)
         num_pages = self.pool.num_pages + num_spare_pages(self.page_size)
         draft_pass.create_cache(num_pages, self.page_size, "fp32")
         model = DraftModel(draft_pass, self.pool.num_pages, self.page_size, 16, min_chance)

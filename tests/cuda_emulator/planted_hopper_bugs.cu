@@ -120,9 +120,35 @@ extern "C" __global__ void stored_without_a_fence(const __grid_constant__ Tensor
 }
 
 extern "C" __global__ void some_threads_meet_at_two_places(const __grid_constant__ TensorMap, float* out) {
-    if (BUG && threadIdx.x < 32) sync_some<96>();
-    else if (threadIdx.x < 96) sync_some<96>();
+    if (BUG && threadIdx.x < 32) sync_some<96>(1);
+    else if (threadIdx.x < 96) sync_some<96>(1);
     out[threadIdx.x] = 1.0f;
+}
+
+// The halves of the block take turns to add to a number of shared memory, three each. passes: how often the first one
+// passes its second turn on.
+__device__ __forceinline__ void take_turns(float* out, bool waits, int passes) {
+    float& sum = *reinterpret_cast<float*>(shared_memory().box[0]);
+    const int half = int(threadIdx.x / 64);
+    if (threadIdx.x == 0) sum = 0.0f;
+    __syncthreads();
+    if (half == 1) arrive_some<128>(2);
+    for (int turn = 0; turn < 3; ++turn) {
+        if (waits) sync_some<128>(2 + half);
+        if (threadIdx.x % 64 == 0) sum = sum * 2.0f + float(half);
+        for (int i = turn == 1 && half == 0 ? passes : 1; i > 0; --i) arrive_some<128>(3 - half);
+    }
+    __syncthreads();
+    out[threadIdx.x] = sum;
+}
+extern "C" __global__ void turn_not_passed_on(const __grid_constant__ TensorMap, float* out) {
+    take_turns(out, true, BUG ? 0 : 1);
+}
+extern "C" __global__ void turn_passed_on_twice(const __grid_constant__ TensorMap, float* out) {
+    take_turns(out, true, BUG ? 2 : 1);
+}
+extern "C" __global__ void turn_not_awaited(const __grid_constant__ TensorMap, float* out) {
+    take_turns(out, !BUG, 1);
 }
 
 // ---- Products: out = the first 8 rows of box 0 · box 1, both as [64, 16] at the start of their rows ----
@@ -141,7 +167,7 @@ struct Product {
 
     __device__ __forceinline__ void multiply(unsigned long long descriptor) {
         wgmma_fence();
-        wgmma_bf16_by_rows(sums, a, descriptor);
+        wgmma_by_rows(sums, a, descriptor);
         wgmma_commit();
     }
 };
@@ -149,7 +175,7 @@ struct Product {
 extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMap map, float* out) {
     Product product(map);
     if (!BUG) wgmma_fence();
-    wgmma_bf16_by_rows(product.sums, product.a, product.values());
+    wgmma_by_rows(product.sums, product.a, product.values());
     wgmma_commit();
     wgmma_wait<0>();
     out[threadIdx.x] = product.sums[0][0];
@@ -158,7 +184,7 @@ extern "C" __global__ void registers_not_fenced(const __grid_constant__ TensorMa
 extern "C" __global__ void product_never_awaited(const __grid_constant__ TensorMap map, float* out) {
     Product product(map);
     wgmma_fence();
-    wgmma_bf16_by_rows(product.sums, product.a, product.values());
+    wgmma_by_rows(product.sums, product.a, product.values());
     if (!BUG) wgmma_commit();
     wgmma_wait<0>();
     out[threadIdx.x] = product.sums[0][0];

@@ -22,6 +22,7 @@ UNCHECKED = {  # entry → finding; found in all modes
     "too_many_bytes_announced": r"deadlock: 128 threads wait for others that never come",
     "too_many_arrivals": r"mbarrier.arrive at .*: all 1 arrivals of this phase have come|deadlock",
     "some_threads_meet_at_two_places": r"divergent barrier",
+    "turn_not_passed_on": r"deadlock: 128 threads wait for others that never come",
     "registers_not_fenced": r"wgmma at .* without a wgmma.fence since the last wait",
     "product_never_awaited": r"wgmma not awaited",
     "part_of_a_warpgroup_multiplies": r"deadlock",
@@ -30,6 +31,8 @@ UNCHECKED = {  # entry → finding; found in all modes
 CHECKED = UNCHECKED | {
     "box_not_awaited": NOT_AWAITED,
     "awaited_by_another_thread": NOT_AWAITED,
+    "turn_not_awaited": RACE + "|this thread arrives twice",
+    "turn_passed_on_twice": RACE + "|this thread arrives twice",
     "wrong_phase": NOT_AWAITED,
     "barrier_not_fenced": r"missing fence at .*: copy of a box: the barrier was initialised without",
     "slot_filled_too_early": RACE + "|" + NOT_AWAITED + "|all 1 arrivals of this phase have come",

@@ -60,7 +60,7 @@ def test_every_option_of_the_server_is_in_a_group(capsys: pytest.CaptureFixture[
     listed = [option for options in found.values() for option in options]
     hidden = {
         "--beside-another",
-        "--hand-over-fd",
+        "--hand-over-fds",
         "--adapters-fd",
         "--heartbeat-fd",
         "--listen-fd",

@@ -29,6 +29,7 @@ from tests.simulation.device import SimulatedExecutor
 from tests.simulation.drafting import make_desk, make_drafting
 from tests.simulation.faults import FaultyBuilder, FaultyDelivery, FaultyIntake, FaultyScheduler
 from tests.simulation.link import SimulatedLink
+from tests.simulation.pictures import JudgedDesk, SimulatedTower
 from tests.simulation.rules import SimulatedPool
 from tests.simulation.violations import Violation
 
@@ -110,7 +111,8 @@ class Backend:
         )
         sizes = (setup.model.vocab_size, setup.context, setup.max_waiting, setup.priority_step_s)
         adapters = {name: self.adapters.index(name) for name in self.adapters}
-        limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled, adapters=adapters)
+        self.tower = SimulatedTower(world)
+        limits = EngineLimits(*sizes, pooled=self.forward_pass.spec.pooled, adapters=adapters, tower=self.tower)
         self.compile_pool = SimulatedPool(setup.model.vocab_size)
         self.grammar_queue = GrammarQueue(GrammarCache(self.compile_pool), lambda: None, setup.max_waiting)
         table = RequestTable(self.scheduler, self.board, self.grammar_queue, JudgedGrace(world))
@@ -121,20 +123,16 @@ class Backend:
         vectors = VectorDelivery(self.link, self.board, table, delivery, cache)
         quoter = Quoter(self.scheduler, step_timing, quote_errors, world.clock)
         streams = StreamTable(self.link, self.board, table, delivery, world.clock)
-        parts = (table, delivery, vectors, streams, world.clock, quoter)
+        self.desk = JudgedDesk(world, self.tower, self.scheduler.pictures, delivery)
+        parts = (table, delivery, vectors, streams, world.clock, quoter, self.desk)
         intake = FaultyIntake(world, self.scheduler, self.board, limits, *parts)
         canceller = Canceller(self.board, table, delivery, streams, world.clock)
         orders = AdapterTable(self.link, table, AdapterSet())
-        self.requests = RequestHandling(table, intake, delivery, canceller, vectors, streams, orders, step_timing)
-        self.engine = Engine(
-            self.link,
-            self.executor,
-            self.scheduler,
-            FaultyBuilder(world, -(-setup.context // setup.page_size), has_adapters=bool(self.adapters)),
-            self.requests,
-            self.board,
-            world.clock,
-        )
+        others = (delivery, canceller, vectors, streams, orders, step_timing, self.desk)
+        self.requests = RequestHandling(table, intake, *others)
+        builder = FaultyBuilder(world, -(-setup.context // setup.page_size), has_adapters=bool(self.adapters))
+        parts_of_loop = (self.scheduler, builder, self.requests, self.board, world.clock)
+        self.engine = Engine(self.link, self.executor, *parts_of_loop)
         self.engine.draft_desk = make_desk(world, drafting, pass_sizes, self.executor, self.scheduler)
         self.is_draining, self.num_joined = False, 0
         self.places: dict[Sequence, tuple[float, int, int]] = {}

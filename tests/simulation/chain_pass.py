@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from penstock.backend.forward_pass import (
-    FROM_EMBEDDINGS,
     FROM_SLOT,
     NO_ADAPTER,
     NOT_FINITE,
@@ -28,6 +27,7 @@ from penstock.backend.forward_pass import (
     positions_to_verify,
 )
 from penstock.shm.messages import MAX_LOGPROBS, EventLogprobs
+from tests.simulation.pictures import take_embeddings
 from tests.simulation.skipping import LostStep, SkippableStep, Writers
 from tests.simulation.states import States
 from tests.simulation.violations import PlantedFault, Violation
@@ -138,7 +138,7 @@ class ChainPass:
             copies_states=sizes.num_checkpoints is not None,
             pooled={"embed": len(make_vector(ROOT))},
             adapter_ranks=(1,) * len(sizes.adapters),
-            verifies_drafts=sizes.num_checkpoints is None,
+            verifies_drafts=True,
         )
         self._flavours = [*map(flavour_of, sizes.adapters), 0]
         """By adapter; the last one is NO_ADAPTER's."""
@@ -151,7 +151,7 @@ class ChainPass:
         self.saved_cells: dict[int, list[int]] = {}
         """Host place → cells of the page saved there."""
         self._slots: dict[int, SlotState] = {}
-        self._states = States(sizes.num_checkpoints or 0, sizes.page_size, ROOT)
+        self._states = States(sizes.num_checkpoints, sizes.page_size, ROOT)
         self._writers = Writers()
         self._scored: list[tuple[int, int, int]] = []
         """(row, cell, next token) of each scored token of the step between `forward` and `sample`."""
@@ -168,7 +168,7 @@ class ChainPass:
             self._take_slot(init)
         starts, ids = batch.query_starts.tolist(), batch.input_ids.tolist()
         contexts, slots, table = batch.context_lens.tolist(), batch.slots.tolist(), batch.page_table.tolist()
-        self._take_embeddings(batch, ids)
+        take_embeddings(batch, ids)
         self._check(starts, ids, slots, table)
         scored = self._scored_tokens(batch, starts, ids)
         self._scored = []
@@ -230,17 +230,6 @@ class ChainPass:
             if token + 1 not in starts and ids[token + 1] != next_id:
                 raise Violation(f"token {token} is scored for {next_id}, not for the row's next token")
         return dict(zip(tokens, next_ids, strict=True))
-
-    def _take_embeddings(self, batch: StepBatch, ids: list[int]) -> None:
-        """The only value of an embedding is its token."""
-        for given in batch.embeddings:
-            tokens = [int(row[0]) for row in given.values.read()]
-            place = slice(given.first, given.first + len(tokens))
-            if ids[place] != [FROM_EMBEDDINGS] * len(tokens):
-                raise Violation(f"embeddings are given for the tokens {ids[place]}")
-            ids[place] = tokens
-        if FROM_EMBEDDINGS in ids:
-            raise Violation("a token whose embedding is not given")
 
     def _check(self, starts: list[int], ids: list[int], slots: list[int], table: list[list[int]]) -> None:
         lengths = [end - start for start, end in pairwise(starts)]
@@ -308,12 +297,13 @@ class ChainPass:
         places = positions_to_verify(num_drafts)
         for place, row in enumerate(batch.logit_rows.tolist()):
             slot = self._slots[int(batch.slots[row])]
-            if num_drafts[place] and (slot.num_logprobs >= 0 or not self.spec.verifies_drafts):
+            if num_drafts[place] and slot.num_logprobs >= 0:
                 raise Violation("drafts of a row that may have none")
             if fault is not None and fault.kind == "nan" and fault.row == row:
                 token, accepted = NOT_FINITE, 0
             else:
                 token, accepted = self._verify(batch, row, num_drafts[place], [allowed.get(at) for at in places[place]])
+            self._states.go_back(int(batch.slots[row]), num_drafts[place] - accepted, self._written[row])
             if token != NOT_FINITE and slot.num_logprobs >= 0:
                 logprobs.append((place, slot.num_logprobs, make_logprobs(logits[row], token, self.spec.vocab_size)))
             tokens.append(token)

@@ -14,7 +14,7 @@ from penstock.backend.engine.steps.model_drafting import ModelDrafting
 from penstock.backend.engine.steps.step_timing import StepTiming
 from penstock.backend.forward_pass import StepOutput
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
-from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
+from penstock.backend.scheduling.drafting import MAX_DRAFTS, MAX_STATE_DRAFTS, Drafting, may_have_drafts
 from tests.simulation.chain_pass import ChainPass
 
 if TYPE_CHECKING:
@@ -32,15 +32,17 @@ class SimulatedDrafting(Drafting):
     """Knows the tokens of each request beforehand."""
 
     def __init__(self, world: World, rng: Random) -> None:
-        super().__init__(StepTiming())
+        has_states = world.setup.num_checkpoints is not None
+        super().__init__(StepTiming(), max_drafts=MAX_STATE_DRAFTS if has_states else MAX_DRAFTS)
         self._world, self._rng = world, rng
 
     def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
-        drafts = {}
+        drafts, left = {}, self.max_drafts
         for sequence in decodes:
-            count = min(self._rng.randint(0, 6), sequence.max_total_tokens - 1 - sequence.num_computed)
+            count = min(self._rng.randint(0, 6), sequence.max_total_tokens - 1 - sequence.num_computed, left)
             if count > 0 and may_have_drafts(sequence) and self._rng.random() < 0.7:
                 drafts[sequence] = [self._draw(sequence, sequence.num_computed + n) for n in range(count)]
+                left -= count
         self._world.covered["drafted"] += bool(drafts)
         return drafts
 

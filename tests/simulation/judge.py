@@ -39,6 +39,7 @@ class Judge:
             self._world.covered["joined"] += 1
             self._world.covered["joined late"] += opened is None or opened.next_index > 0
             self._world.covered["joined with constraints"] += ask.constraints is not None
+            self._world.covered["joined with pictures"] += bool(ask.spans)
             self._world.covered["joined for log probabilities"] += ask.sampling.num_logprobs >= 0
             if found is not None and found.sequence.order < 0 and ask.admitted_ns:
                 rank, admitted_ns, number = backend.places[found.sequence]
@@ -64,7 +65,9 @@ class Judge:
         elif self._world.backend.requests.table.quote_queue.find(epoch, request_id) is not None:
             state = "while waiting for a quote"
         elif opened is not None:
-            sequence = self._world.backend.sequence_of(epoch, request_id)
+            sequence, encoding = self._world.backend.sequence_of(epoch, request_id), self._world.backend.tower.encoding
+            is_source = encoding is not None and opened.ask.spans and sequence.num_computed < len(opened.ask.prompt)
+            self._world.covered["cancel while encoding"] += bool(is_source)
             if len(sequence.subscribers) > 1:
                 state = "of a shared sequence"
             elif sequence in self._world.backend.scheduler._waiting._key_of:
@@ -90,9 +93,8 @@ class Judge:
         """Judge whether it is the sequence's turn, and count the pages that it takes before those that it passes."""
         backend = self._world.backend
         waiting, places = backend.scheduler._waiting, backend.places
-        queued = [
-            other for other in waiting.sequences() if other not in waiting._key_of and other not in waiting._passed
-        ]
+        elsewhere = waiting._key_of.keys() | waiting._passed | waiting.awaiting.keys()
+        queued = [other for other in waiting.sequences() if other not in elsewhere]
         self._world.covered["admitted after being passed"] += was_passed
         backend.num_pages_passed.pop(sequence, None)
         firsts = [other for other in queued if other in backend.firsts]
@@ -137,6 +139,7 @@ class Judge:
             elif row.needs_slot_init and row.sequence.generation:
                 self._world.covered["preempted and resumed"] += 1
                 self._world.covered["resumed with embeddings"] += row.sequence.embeddings is not None
+                self._world.covered["resumed with pictures"] += row.sequence.pictures is not None
 
     def judge_copy(self, source: int, num_tokens: int) -> None:
         """Judge a page copy when it is planned."""
@@ -215,6 +218,7 @@ class Judge:
             raise Violation(f"the engine has {open_in_engine} open, the link {set(backend.link.open)}")
         is_awaiting = any(sequence.awaits_mask for sequence in backend.scheduler._running.sequences)
         num_scheduled = backend.scheduler.num_running + backend.scheduler.num_waiting
+        is_awaiting |= backend.tower.encoding is not None
         if num_scheduled and not (backend.executor.is_busy or backend.executor.has_work or is_awaiting):
             raise Violation("there is work, the device is idle, and nothing will wake the loop")
         self._world.covered["planned late"] += backend.engine.plan_due_s is not None
@@ -269,6 +273,7 @@ class Judge:
             raise Violation("pages, sequences or requests are left over")
         if backend.requests.intake._refused_frontends:
             raise Violation("a frontend that was refused never learns that there is room")
+        backend.desk.judge_end()
         scheduler._running.prefix_cache.check_integrity({}, set())
         if len(backend.requests.table.coalescer) or backend.executor.is_busy:
             raise Violation("the engine still remembers a sequence")

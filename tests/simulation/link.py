@@ -29,6 +29,7 @@ from penstock.shm.messages import (
     VectorPart,
 )
 from penstock.tools.engine_rig import DroppingLink
+from tests.simulation.pictures import PixelStore
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
@@ -68,12 +69,14 @@ class Frontend:
         """Open requests by request id."""
         self.wire: deque[LinkEvent] = deque()
         """Sent, but not received by the backend yet."""
+        self.pixels = PixelStore()
         self.inbox: deque[list[Message]] = deque()
         self.credit = credit
 
     def submit(self, ask: Ask, request_id: int, timeout_ms: int) -> None:
         self.asks[request_id] = ask
-        tokens = array("i", ask.prompt + ask.got).tobytes()
+        prompt, pictures = self.pixels.present(ask.prompt, ask.spans, request_id)
+        tokens = array("i", prompt + ask.got).tobytes()
         header: dict[str, Any] = {
             "request_id": request_id,
             "tokens": tokens,
@@ -97,6 +100,7 @@ class Frontend:
                 "stop_token_ids": ask.stop_ids,
                 "constraints": ask.constraints,
                 "num_prompt_logprobs": ask.num_prompt_logprobs,
+                "pictures": pictures,
             }
             terms = QuoteTerms(num_choices=1 + ask.number % 3)
             message = (
@@ -105,16 +109,17 @@ class Frontend:
                 else Generate(refuse_late=terms if ask.refuses_late else None, **header)
             )
         if ask.is_embedded and not ask.got:
-            prompt: Any = LentPrompt(ask.prompt)
-            self.wire.append(Submission(self.epoch, message, b"", embeddings=prompt))
+            lent: Any = LentPrompt(ask.prompt)
+            self.wire.append(Submission(self.epoch, message, b"", embeddings=lent))
         else:
-            self.wire.append(Submission(self.epoch, message, tokens))
+            self.wire.append(Submission(self.epoch, message, tokens, read_pixels=self.pixels.read))
         ask.num_lives += 1
 
     def cancel(self, request_id: int) -> None:
         self.wire.append(Cancellation(self.epoch, request_id))
         if (ask := self.asks.pop(request_id, None)) is not None:
             ask.ended = Finish.CANCELLED
+            self.pixels.free(request_id)
 
     def read(self) -> None:
         """Read one message, if there is one."""
@@ -129,6 +134,7 @@ class Frontend:
             if finish:
                 ask.ended = finish
                 del self.asks[request_id]
+                self.pixels.free(request_id)
 
 
 @dataclass(slots=True)
@@ -302,6 +308,9 @@ class SimulatedLink(DroppingLink):
                 world.covered["ended by its grammar"] += 1
                 if ask.finish is not Finish.FAILED or opened.next_index != len(ask.expected):
                     raise Violation(f"{ask} fails by its grammar after {opened.next_index} of {ask.expected}")
+            case Finish.FAILED if failure is not None and failure.code == FailureCode.BAD_PICTURE:
+                if ask.ended is not Finish.CANCELLED or not ask.spans:
+                    raise Violation(f"{ask} fails for pixels that are not gone: {failure.text}")
             case Finish.FAILED:
                 world.judge.judge_failure(opened, key)
             case Finish.REJECTED if failure is not None:

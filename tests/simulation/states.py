@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from tests.simulation.violations import Violation
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 class States:
     """A state is the number of a sequence's tokens so far, and the cell after them. A pass with state goes on there."""
 
-    num_checkpoints: int
+    num_checkpoints: int | None
+    """None for a pass without states."""
     page_size: int
     root: int
     of_slots: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -44,11 +46,21 @@ class States:
 
     def save(self, batch: StepBatch) -> None:
         places = [checkpoint for _, checkpoint in batch.state_saves]
-        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_checkpoints)):
+        if len(set(places)) != len(places) or not set(places) <= set(range(self.num_checkpoints or 0)):
             raise Violation(f"states are saved to the checkpoints {places} of {self.num_checkpoints}")
-        if not {slot for slot, _ in batch.state_saves} <= set(batch.slots.tolist()):
+        saved = {slot for slot, _ in batch.state_saves}
+        if not saved <= set(batch.slots.tolist()):
             raise Violation("a state is saved of a slot that has no row")
+        if self.num_checkpoints is not None and batch.drafts is not None and batch.drafts.sum() > MAX_STATE_DRAFTS:
+            raise Violation(f"{batch.drafts.sum()} drafts; {MAX_STATE_DRAFTS} states can be kept")
+        if batch.drafts is not None and not saved.isdisjoint(batch.slots[batch.logit_rows[batch.drafts > 0]].tolist()):
+            raise Violation("a state is saved that drafts may have changed")
         for slot, checkpoint in batch.state_saves:
             if self.of_slots[slot][0] % self.page_size:
                 raise Violation("a checkpoint is not at the end of a page")
             self.checkpoints[checkpoint] = self.of_slots[slot]
+
+    def go_back(self, slot: int, num_rejected: int, written: list[int]) -> None:
+        """Undo the last tokens of a step. written: the cells after its tokens."""
+        num_tokens, _ = self.of_slots[slot]
+        self.of_slots[slot] = num_tokens - num_rejected, written[-1 - num_rejected]

@@ -7,15 +7,18 @@ import logging
 import pytest
 
 from tests.simulation.planted_pages import PAGE_BUGS
+from tests.simulation.planted_pictures import PICTURE_BUGS
 from tests.simulation.planted_requests import REQUEST_BUGS
 from tests.simulation.planted_steps import STEP_BUGS
 from tests.simulation.planted_vectors import VECTOR_BUGS
 from tests.simulation.world import run_seed
 
 _MAX_SEEDS = 2000
-_PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS | VECTOR_BUGS
+_PLANTED = REQUEST_BUGS | PAGE_BUGS | STEP_BUGS | VECTOR_BUGS | PICTURE_BUGS
 _FIRST_SEEDS = {
     "partial pages with bad logits stay findable": 5993,
+    "pixels that one request has lost fail all that share its sequence": 911,
+    "a step ends within a picture that is seen whole": 388,
     "page saves are lost with a plan that cannot be built": 908,
     "different seeds share a sequence": 674,
     "a page restore outlives its row": 663,

@@ -70,6 +70,15 @@ _MUST_OCCUR = {
     "scored": 2,
     "embedded": 2,
     "resumed with embeddings": 50,
+    "encoded": 2,
+    "encoding: BadPixels": 50,
+    "encoding: EncodingCancelled": 200,
+    "encoding: PlantedFault": 20,
+    "joined with pictures": 20,
+    "killed in the tower": 20,
+    "pictures found again": 50,
+    "resumed with pictures": 20,
+    "cancel while encoding": 50,
     "vectors": 5,
     "vectors shared": 20,
     "vectors kept": 50,
@@ -147,7 +156,7 @@ def test_every_request_receives_its_tokens_and_its_end_whatever_happens(
     assert not missed, f"these occurred too seldom: {[(name, everything[name]) for name in missed]}"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2, 1007])  # 1007: a step cannot be launched behind one that runs
 def test_seed_gives_the_same_run_every_time(seed: int) -> None:
     stories: list[list[str]] = [[], []]
     for story in stories:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 _HASH_MODEL_EVERY = 32
 _STATE_EVERY = 8
 _POOLED_EVERY = 8
-_WIDE, _WITH_ADAPTERS, _WITH_QUOTES, _WITH_DRAFTS = (1, 6), (2, 6), (1, 7), (0, 2, 4)
-"""Worlds by seed modulo 8: many sequences run, requests have adapters, or ask for quotes, or rows have drafts."""
+_WIDE, _WITH_ADAPTERS, _WITH_QUOTES, _WITH_DRAFTS, _WITH_PICTURES = (1, 6), (2, 6), (1, 7), (0, 2, 4), (4, 7)
+"""Worlds by seed modulo 8: many sequences run, requests have adapters, ask for quotes, rows have drafts, or prompts
+pictures."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +69,8 @@ class Ask:
     """It asks for a quote only."""
     refuses_late: bool = False
     """It is refused if it would be late."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """(first token, number of tokens) of the pictures in its prompt."""
     engine_error: str = ""
     """The place at which the engine fails on it; see `faults`."""
 
@@ -115,6 +118,10 @@ class Setup:
     adapters: tuple[str, ...] = ()
     """Each backend has most of them, in its own order."""
     quote_rate: float = 0.0
+    picture_rate: float = 0.0
+    picture_cache_tokens: int = 0
+    sees_whole: bool = False
+    """The tokens of a picture attend to each other both ways."""
     has_drafts: bool = False
     has_draft_model: bool = False
 
@@ -199,12 +206,31 @@ class Setup:
             self.adapters = ("a", "b", "c")
         if seed % 8 in _WITH_QUOTES:
             self.quote_rate = 0.3
-        self.has_drafts = seed % 8 in _WITH_DRAFTS
+        self.has_drafts = seed % 8 in _WITH_DRAFTS or (seed % _STATE_EVERY == 3 and seed // _STATE_EVERY % 4 != 1)
         self.has_draft_model = seed % 16 == 10 and is_chain
         if self.has_draft_model:  # it is asked while few run and nothing waits
             self.max_running = min(self.max_running, 4)
             self.rates["submit"] *= 0.3
             self.adapters = self.adapters if seed % 32 == 10 else ()
+
+    def draw_picture_sizes(self, rng: Random, seed: int) -> None:
+        if seed % 8 in _WITH_PICTURES and isinstance(self.model, ChainModel):
+            longest = 1 + max(map(len, self.prompts))
+            self.picture_rate, self.sees_whole = 0.7, rng.random() < 0.5
+            self.picture_cache_tokens = longest * rng.choice((1, 1, 3))
+            if self.sees_whole:
+                self.max_batch_tokens = max(self.max_batch_tokens, longest + self.max_running)
+
+    def draw_pictures(self, rng: Random, ask: Ask, like: Ask | None) -> None:
+        """Perhaps put pictures in the prompt, such as other requests have."""
+        has_none = ask.vector is not None or ask.is_embedded or ask.num_prompt_logprobs >= 0
+        if has_none or ask.sampling.presence_penalty or rng.random() >= self.picture_rate:
+            return
+        size = len(ask.prompt)
+        few, half = min(3, size), size // 2
+        ask.spans = rng.choice((((0, few),), ((half, size - half),), ((0, half), (half, size - half))[half == 0 :]))
+        if like is not None and like.prompt == ask.prompt and rng.random() < 0.8:
+            ask.spans = like.spans
 
     def _saturate(self, rng: Random, stem: list[int]) -> None:
         """Each sequence has one page, and no page is left when all slots are taken: a newcomer gets the page of the

@@ -37,10 +37,12 @@ class World:
         """Not rng: other worlds do not depend on pooled requests."""
         self.more_rng = Random(f"more {seed}")
         """The same for adapters and quotes."""
+        self._picture_rng = Random(f"pictures {seed}")
         self.log = log
         self.setup = Setup.draw(self.rng, seed)
         self.setup.draw_pooled(seed)
         self.setup.draw_more(self.more_rng, seed)
+        self.setup.draw_picture_sizes(self._picture_rng, seed)
         self.covered: Counter[str] = Counter()
         self.now_s = 0.0
         self.tick = 0
@@ -50,7 +52,7 @@ class World:
         self._num_epochs = 0
         self._num_ids = 0
         self._num_faults = 0
-        self._faults_allowed = True
+        self.may_fail = True
         self._device_rate = 0.5
         self.judge = Judge(self)
         self.backend = Backend(self)
@@ -75,7 +77,7 @@ class World:
 
     def _run_dry(self) -> None:
         """Cause no more trouble. Each tick runs steps, and all requests must end within the work that is left."""
-        self._faults_allowed = False
+        self.may_fail = False
         if self.backend.is_draining:
             self._restart()
         work = sum(len(ask.prompt) + ask.max_tokens for ask in self.asks if ask.ended is None)
@@ -99,12 +101,14 @@ class World:
             self.log(f"{self.tick}: {self.now_s:.2f} s")
         happen()
         self._send()
-        if not self._faults_allowed or self.rng.random() < self.setup.rates["compile"]:
+        if not self.may_fail or self.rng.random() < self.setup.rates["compile"]:
             self.covered["grammars compiled"] += self.backend.compile_pool.advance()
-        if not self._faults_allowed or self.rng.random() < self.setup.rates["compile"]:
+        if not self.may_fail or self.rng.random() < self.setup.rates["compile"]:
             self.backend.executor.late_masks.advance_one()
+        if not self.may_fail or self._picture_rng.random() < 0.25:
+            self.backend.tower.advance()
         self._run_device()
-        if not self._faults_allowed or self.rng.random() >= self.setup.rates["nap"]:
+        if not self.may_fail or self.rng.random() >= self.setup.rates["nap"]:
             self._turn()
 
     def _turn(self) -> None:
@@ -168,6 +172,7 @@ class World:
         elif self.more_rng.random() < self.setup.quote_rate:
             ask.is_question = self.more_rng.random() < 0.5 and not ask.is_embedded
             ask.refuses_late = not ask.is_question
+        self.setup.draw_pictures(self._picture_rng, ask, like)
         if self.rng.random() < self.setup.rates["engine_error"]:
             ask.engine_error = self.rng.choice(ENGINE_ERRORS)
         return ask
@@ -199,7 +204,7 @@ class World:
             f"{ask} of {ask.prompt} {ask.sampling} stop {ask.stop_ids} salt {ask.salt!r} "
             f"tenant {ask.tenant!r} adapter {ask.adapter!r} quote {ask.is_question} {ask.refuses_late} "
             f"share {ask.may_share} timeout {ask.timeout_ms} {ask.constraints} scored {ask.num_prompt_logprobs} "
-            f"{'embedded ' if ask.is_embedded else ''}"
+            f"{'embedded ' if ask.is_embedded else ''}pictures {ask.spans} "
             f"expects {ask.expected} {ask.finish.name}"
         )
         self._send_ask(frontend, ask, self._num_ids, ask.timeout_ms)
@@ -216,7 +221,7 @@ class World:
         else:
             ask.prompt[self.rng.randrange(len(ask.prompt))] = self.rng.choice((-1, self.setup.model.vocab_size))
             ask.is_embedded = False
-        ask.finish, ask.expected = Finish.REJECTED, []
+        ask.finish, ask.expected, ask.spans = Finish.REJECTED, [], ()
         self._submit(ask)
 
     def _cancel_one(self) -> None:
@@ -268,6 +273,7 @@ class World:
         """The backend dies. Some of its last messages are read, then all open requests go to the next backend."""
         self._note("the backend dies, and another comes")
         self.covered["backend restarts"] += 1
+        self.covered["killed in the tower"] += self.backend.tower.encoding is not None
         self.backend.board.close()
         self.backend = Backend(self)
         self.names.clear()
@@ -284,13 +290,13 @@ class World:
     def _send(self) -> None:
         """Deliver what frontends sent, in the order of each."""
         for frontend in self.frontends.values():
-            slow = self._faults_allowed and self.rng.random() < self.setup.rates["slow wire"]
+            slow = self.may_fail and self.rng.random() < self.setup.rates["slow wire"]
             count = self.rng.randrange(len(frontend.wire) + 1) if slow else len(frontend.wire)
             for _ in range(count):
                 self.backend.link.arrivals.append(frontend.wire.popleft())
 
     def _run_device(self) -> None:
-        if not self._faults_allowed:
+        if not self.may_fail:
             count = 3
         else:
             if self.setup.device_speed == "changing" and self.rng.random() < 0.1:
@@ -311,7 +317,7 @@ class World:
     def breaks_down(self, kind: str, subscriber: Subscriber) -> bool:
         """Whether the engine fails on the request now."""
         ask = self.names[subscriber.frontend, subscriber.request_id]
-        return ask.engine_error == kind and self._faults_allowed and self.rng.random() < 0.5
+        return ask.engine_error == kind and self.may_fail and self.rng.random() < 0.5
 
     def break_down(self, kind: str, sequences: list[Sequence]) -> None:
         """Fail on one of the sequences. Only a sequence that is alone may be blamed: the engine cannot know which of
@@ -334,7 +340,7 @@ class World:
         except PlantedFault:
             return Fault(self.rng.choice(("raise", "raise late", "raise at wait", "miscount")), 0, 0)
         num_rows = len(sequences)
-        if num_rows == 0 or not self._faults_allowed or self.rng.random() >= self.setup.rates["fault"]:
+        if num_rows == 0 or not self.may_fail or self.rng.random() >= self.setup.rates["fault"]:
             return None
         self._num_faults += 1
         fault = Fault(self.rng.choice(_FAULTS), self.rng.randrange(num_rows), self._num_faults)

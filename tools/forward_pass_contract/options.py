@@ -12,6 +12,7 @@ import pytest
 from penstock.backend.forward_pass import IBatchedForwardPass, PassOptions
 from penstock.backend.forward_pass.extensions import ICheckpointsStates, IPersistsPages
 from penstock.backend.forward_pass.plugins import find_forward_pass
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from penstock.tools.forward_pass_contract.steps import (
     MAX_BATCH_TOKENS,
     MAX_RUNNING,
@@ -68,6 +69,7 @@ def load_pass(
         quantize=quantize,
         splits_layers=True,
         may_run_ahead=True,
+        num_state_drafts=MAX_STATE_DRAFTS,
         adapters=tuple(adapters),
     )
     loaded = find_forward_pass(name).load(model_dir, options)

@@ -72,5 +72,5 @@ def test_pass_continues_a_text_as_a_draft_model(drafting: StepRunner) -> None:
         text.append(int(tokens[0]))
     model = DraftModel(forward_pass, NUM_PAGES - num_spare_pages(page_size), page_size, MAX_BATCH_TOKENS, 1e-30)
     for known in (len(prompt), len(prompt) + 4, len(prompt) + 2):
-        ask = DraftAsk(array("i", text[:known]), len(prompt), pages[: -(-known // page_size)], b"", GREEDY, (), 5)
+        ask = DraftAsk(array("i", text[:known]), len(prompt), pages[: -(-known // page_size)], 0, b"", GREEDY, (), 5)
         assert model.guess([ask], forward_pass.spec.vocab_size).tokens == [text[known : known + 5]]

@@ -256,6 +256,8 @@ class DecoderConfig:
     streams: Streams | None = None
     scales_layers: bool = False
     """The residual stream is multiplied by a number at the end of each layer."""
+    has_mtp: bool = False
+    """There is one layer more, with attention: part of a head that predicts the token after the next one."""
     picture_layers: int = 0
     """The first layers, fewer than all, behind which pictures add to the residual stream (arXiv 2406.04334)."""
     pictures_see_whole: Literal["nowhere", "in windows", "everywhere"] = "nowhere"
@@ -265,6 +267,11 @@ class DecoderConfig:
     def input_rows(self) -> int:
         """Rows of the table of layers' inputs."""
         return min(self.num_layer_inputs or self.vocab_size, self.vocab_size)
+
+    @property
+    def all_layers(self) -> range:
+        """The indices of all layers, that of `has_mtp` too."""
+        return range(self.num_layers + self.has_mtp)
 
     @property
     def has_own_lm_head(self) -> bool:
@@ -286,7 +293,7 @@ class DecoderConfig:
 
     def rope_of_layer(self, index: int) -> int | None:
         """Index into `ropes`; None for a layer without RoPE."""
-        if self.layer_uses_rope and not self.layer_uses_rope[index]:
+        if index < len(self.layer_uses_rope) and not self.layer_uses_rope[index]:
             return None
         return 1 if self.window_rope is not None and self.window_of_layer(index) is not None else 0
 
@@ -299,14 +306,16 @@ class DecoderConfig:
         return self.experts is not None and self.experts.beside_mlp
 
     def experts_of_layer(self, index: int) -> Experts | None:
-        return self.experts if self.experts is not None and self.layer_has_experts[index] else None
+        last = self.num_layers - 1  # the layer of a head is like it
+        return self.experts if self.experts is not None and self.layer_has_experts[min(index, last)] else None
 
     def delta_net_of_layer(self, index: int) -> DeltaNet | None:
         """None for a layer with attention."""
-        return self.delta_net if self.delta_net is not None and self.delta_net.layers[index] else None
+        is_delta = self.delta_net is not None and index < self.num_layers and self.delta_net.layers[index]
+        return self.delta_net if is_delta else None
 
     def window_of_layer(self, index: int) -> int | None:
-        return self.layer_window_tokens[index] if self.layer_window_tokens else None
+        return self.layer_window_tokens[index] if index < len(self.layer_window_tokens) else None
 
     def sees_whole_pictures(self, index: int) -> bool:
         where = self.pictures_see_whole
@@ -335,7 +344,8 @@ class DecoderConfig:
 
     def source_of_layer(self, index: int) -> int:
         """The layer whose keys and values the layer uses."""
-        num_own, window = self.num_layers - self.num_shared_layers, self.window_of_layer(index)
-        if index < num_own:
+        num_own = self.num_layers - self.num_shared_layers
+        if index < num_own or index == self.num_layers:
             return index
+        window = self.window_of_layer(index)
         return max(other for other in range(num_own) if self.window_of_layer(other) == window)

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
         TensorNames,
     )
 
+MTP_LAYER, MTP_FC = "mtp.layers.0.", "mtp.fc.weight"
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 NORM_FIELDS = ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
 """The norms of a layer, as fields of `TensorNames` and of `LayerWeights`."""
+_MTP_NORMS = {f"mtp_{kind}_norm": f"mtp.pre_fc_norm_{kind}" for kind in ("embedding", "hidden")}
 INPUT_TABLE = "model.embed_tokens_per_layer.weight"
 _BESIDE_NORMS = {
     "dense_output_norm": "post_feedforward_layernorm_1.weight",
@@ -36,7 +38,7 @@ _BESIDE_NORMS = {
 }
 LINEARS = (
     *("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down"),
-    *("input_gate", "input_projection", "inputs_table", "inputs_projection"),
+    *("input_gate", "input_projection", "inputs_table", "inputs_projection", "mtp_fc"),
 )
 """The fields of LayerWeights that are matrices of linears."""
 DEQUANTIZED = ("delta_gates", "laurel_left", "laurel_right", "streams_in", "streams_out")
@@ -141,6 +143,11 @@ class LayerWeights(Generic[Matrix]):
     """[(streams - 1) * hidden_size, hidden_size], in the first layer alone, as the next: what begins the streams after
     the first, and ends them."""
     streams_out: Tensor | None = None
+    mtp_fc: Matrix | None = None
+    """[hidden_size, 2 * hidden_size], in the layer of `DecoderConfig.has_mtp` alone, as the next three."""
+    mtp_embedding_norm: Tensor | None = None
+    mtp_hidden_norm: Tensor | None = None
+    mtp_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -182,7 +189,7 @@ class TensorSpec:
 def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
     """Every tensor that the model needs from the checkpoint."""
     yield embedding_spec(config)
-    for index in range(config.num_layers):
+    for index in config.all_layers:
         for specs in layer_specs(config, index).values():
             yield from specs
     yield from final_norm_specs(config)
@@ -192,7 +199,7 @@ def expected_tensors(config: DecoderConfig) -> Iterator[TensorSpec]:
 
 def linear_names(config: DecoderConfig) -> Iterator[str]:
     """The names of all linears' weights, including lm_head if it has its own. Tables are no linears."""
-    for index in range(config.num_layers):
+    for index in config.all_layers:
         layout = layer_specs(config, index)
         fields = (*LINEARS, *DEQUANTIZED)
         yield from (spec.name for field in fields for spec in layout.get(field, ()) if spec.name != INPUT_TABLE)
@@ -214,7 +221,8 @@ def lm_head_spec(config: DecoderConfig) -> TensorSpec:
 
 def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec, ...]]:
     """Field of LayerWeights that this model has → the checkpoint's tensors that are stacked into it, in order."""
-    prefix, names = f"model.layers.{index}.", config.names
+    is_mtp, names = index == config.num_layers, config.names
+    prefix = MTP_LAYER if is_mtp else f"model.layers.{index}."
     net, experts = config.delta_net_of_layer(index), config.experts_of_layer(index)
     layout = _attention_specs(config, prefix, index) if net is None else _delta_specs(config, net, prefix)
     if experts is None or experts.beside_mlp:
@@ -228,6 +236,9 @@ def layer_specs(config: DecoderConfig, index: int) -> dict[str, tuple[TensorSpec
         name: str | None = getattr(names, field)
         if name is not None:
             layout[field] = _norm_specs(config, prefix + name)
+    if is_mtp:
+        layout["mtp_fc"] = (TensorSpec(MTP_FC, (config.hidden_size, 2 * config.hidden_size)),)
+        layout |= {field: _norm_specs(config, name) for field, name in (_MTP_NORMS | {"mtp_norm": "mtp.norm"}).items()}
     return layout
 
 
@@ -381,13 +392,7 @@ def _norm_specs(config: DecoderConfig, name: str) -> tuple[TensorSpec, ...]:
 
 
 def _qk_norm_shape(scope: QkNormScope, num_heads: int, head_dim: int) -> tuple[int, ...]:
-    match scope:
-        case "head":
-            return (head_dim,)
-        case "each head":
-            return (num_heads, head_dim)
-        case "projection":
-            return (num_heads * head_dim,)
+    return {"head": (head_dim,), "each head": (num_heads, head_dim), "projection": (num_heads * head_dim,)}[scope]
 
 
 def _divide(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:

@@ -24,7 +24,8 @@ _WIDE_EXPERTS = (*_EXPERTS, "expert_feed_forward_length")
 _SHARED_EXPERT = "expert_shared_feed_forward_length"
 _RECURRENT = "attention.recurrent_layers"
 _MTP_LAYERS = "nextn_predict_layers"
-"""Layers after the last, which predict further tokens and are not read."""
+"""Layers after the last, which predict further tokens. The first is read if it has these tensors, and no embedding."""
+_MTP_TENSORS = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "attn_norm", "attn_q")
 _DELTA_SIZES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
@@ -226,6 +227,7 @@ def make_config(
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
+        "mtp_num_hidden_layers": int(_has_mtp(tensors, f"blk.{layers}.")),
         "num_attention_heads": heads,
         "max_position_embeddings": context,
         "rope_theta": theta,
@@ -241,6 +243,11 @@ def make_config(
         "tie_word_embeddings": LM_HEAD not in tensors,
         "dtype": dtype_of(embedding),
     }
+
+
+def _has_mtp(tensors: Mapping[str, GgufTensor], layer: str) -> bool:
+    needed = {f"{layer}{name}.weight" for name in _MTP_TENSORS}
+    return needed <= tensors.keys() and f"{layer}nextn.embed_tokens.weight" not in tensors
 
 
 def _sizes(metadata: Metadata, heads: int, head_dim: int | None, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.formats.tensor_file import StoredTensor, TensorFile
 
 
-FORMAT = "11"
+FORMAT = "12"
 """Increase it when the generated files change."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -89,7 +89,7 @@ def open_gguf_links(model_dir: Path) -> list[TensorFile]:
     if not links:
         return []
     config = read_json_object(model_dir / CONFIG_FILE)
-    names = encoder_names(config) or GgufNames.of_decoder(parse_decoder_config(config).names)
+    names = encoder_names(config) or _decoder_names(parse_decoder_config(config))
     files = [open_tensors(path) for path in links]
     for file in files:
         file.tensors = {
@@ -176,13 +176,17 @@ def _decoder_config(
     others = factors.keys() | ({ANSWER_HEAD} if labels else set())
     others |= {name for name in tensors if name.startswith(_unused_tensors(decoder, metadata.required("block_count")))}
     _refuse_other_tensors({name: tensors[name] for name in tensors.keys() - others}, decoder)
-    return config | {"quantization_config": _formats(tensors, GgufNames.of_decoder(decoder.names))}
+    return config | {"quantization_config": _formats(tensors, _decoder_names(decoder))}
+
+
+def _decoder_names(config: DecoderConfig) -> GgufNames:
+    return GgufNames.of_decoder(config.names, config.num_layers if config.has_mtp else None)
 
 
 def _unused_tensors(decoder: DecoderConfig, count: int) -> tuple[str, ...]:
     """Beginnings of the names of layers that predict further tokens, and of keys and values where others' are used."""
-    layers = decoder.num_layers
-    later = (f"blk.{index}." for index in range(layers, min(count, layers + _MAX_MTP_LAYERS)))
+    layers, first = decoder.num_layers, decoder.num_layers + decoder.has_mtp
+    later = (f"blk.{index}." for index in range(first, min(count, first + _MAX_MTP_LAYERS)))
     shared = range(layers - decoder.num_shared_layers, layers)
     return (*later, *(f"blk.{index}.attn_{part}" for index in shared for part in ("k.", "k_norm.", "v.")))
 
@@ -204,7 +208,7 @@ def _refuse_other_tensors(tensors: dict[str, GgufTensor], config: DecoderConfig)
     """Refuse a tensor that the model has no place for, such as a bias or factors of rope: it would change
     the output."""
     free = {spec.name for spec in expected_tensors(config)}
-    names = GgufNames.of_decoder(config.names)
+    names = _decoder_names(config)
     for name, tensor in tensors.items():
         found = names.hf_names(name, tensor.shape)
         if not found or not free.issuperset(found):

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.config.tensors import MTP_LAYER
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -23,7 +25,14 @@ _OTHER_NAMES = {
     "ssm_a": "linear_attn.A_log",
 }
 """Names within a layer of tensors that are no weight or bias of a module."""
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(\w+(?:\.(?:weight|bias|scale))?)", re.ASCII)
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.((?:nextn\.)?\w+(?:\.(?:weight|bias|scale))?)", re.ASCII)
+_OF_MTP = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
+"""Modules of a head, whose layer is the last."""
 _KINDS = ("weight", "bias")
 
 
@@ -42,9 +51,11 @@ class GgufNames:
     """Beginning of the names of a layer's tensors in Hugging Face checkpoints, with {} for its number."""
     modules: Mapping[str, str | None]
     """Names within a layer. One with {} stands for a tensor of each expert."""
+    mtp_layer: int | None = None
+    """The number of the layer of `DecoderConfig.has_mtp`."""
 
     @classmethod
-    def of_decoder(cls, names: TensorNames) -> GgufNames:
+    def of_decoder(cls, names: TensorNames, mtp_layer: int | None = None) -> GgufNames:
         """names are the architecture's names in Hugging Face checkpoints."""
         qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) > 1 else ("attn_qkv",)
         gate_up = ("ffn_gate", "ffn_up") if len(names.gate_up) > 1 else ("ffn_up",)
@@ -101,7 +112,7 @@ class GgufNames:
             "altup_unembd_proj": "model.altup_unembed_projections.{}",
             "cls.output": "score",
         }
-        return cls(outside, "model.layers.{}.", modules)
+        return cls(outside, "model.layers.{}.", modules, mtp_layer)
 
     @classmethod
     def of_encoder(cls, names: EncoderNames, heads: Mapping[str, str]) -> GgufNames:
@@ -136,6 +147,10 @@ class GgufNames:
         if match is None:
             return []
         layer, stem = self.layer.format(match[1]), match[2].removesuffix(f".{kind}")
+        if int(match[1]) == self.mtp_layer:
+            layer = MTP_LAYER
+            if stem in _OF_MTP:
+                return [f"{_OF_MTP[stem]}.{kind}"]
         if match[2] in _OTHER_NAMES:
             return [layer + _OTHER_NAMES[match[2]]]
         module = self.modules.get(stem)

@@ -112,7 +112,7 @@ def linear_specs(config: DecoderConfig) -> dict[str, tuple[TensorSpec, ...]]:
         specs[LM_HEAD] = (embedding_spec(config),)
     elif config.has_lm_head:
         specs[LM_HEAD] = (lm_head_spec(config),)
-    for index in range(config.num_layers):
+    for index in config.all_layers:
         layout = layer_specs(config, index)
         specs |= {linear_name(index, field): layout[field] for field in LINEARS if field in layout}
     return specs

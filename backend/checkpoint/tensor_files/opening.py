@@ -22,9 +22,9 @@ logger = logging.getLogger("penstock.backend")
 _MODEL_PREFIX = "model."
 _STACKED_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _STACKED = re.compile(
-    rf"(model\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
+    rf"((?:model|mtp)\.layers\.\d{{1,6}}\.)\w+\.(?:switch_mlp|experts)\.({'|'.join(_STACKED_LINEARS)})\.(\w+)", re.ASCII
 )
-_STACKED_PAIRS = re.compile(r"(model\.layers\.\d{1,6}\.mlp\.experts\.)(gate_up|down)_proj", re.ASCII)
+_STACKED_PAIRS = re.compile(r"((?:model|mtp)\.layers\.\d{1,6}\.mlp\.experts\.)(gate_up|down)_proj", re.ASCII)
 """Qwen3.5's experts: one tensor [experts, outputs, inputs], in which the rows of gate come before those of up."""
 _HEADS = ("lm_head.", "score.", "v_head.")
 """Prefixes of tensors outside the model, which have no _MODEL_PREFIX."""
@@ -144,6 +144,12 @@ def fit_vocab_size(model_dir: Path, vocab_size: int, names: Collection[str] = _N
         return max(rows, 1)
     counts = count_token_ids(model_dir)
     return max(vocab_size, min(rows, 0 if counts is None else counts.with_added))
+
+
+def may_have_tensor(model_dir: Path, name: str) -> bool:
+    """Whether weights in safetensors have this tensor; True if there are none."""
+    is_there = any((model_dir / each).exists() for each in weight_files(model_dir))
+    return not is_there or count_rows(model_dir, (name,)) is not None
 
 
 def count_rows(model_dir: Path, tensors: Collection[str]) -> int | None:

@@ -99,10 +99,7 @@ class PictureDesk:
             self._running.is_cancelled = all(key != self._running.key for _, key in missing)
             return
         for sequence, key in missing:
-            if (found := _find_pixels(sequence, key)) is None:  # its reader has gone; the request lingers
-                self._delivery.fail(sequence, FailureCode.BAD_PICTURE, "the pixels are gone")
-                continue
-            subscriber, encoding = found
+            subscriber, encoding = _find_pixels(sequence, key)
             needed = self._awaited.needed()
             num_bytes = encoding.picture.num_tokens * self._row_bytes
             if not needed or self._cache.bytes_of(needed) + num_bytes <= self._cache.max_bytes:
@@ -127,13 +124,13 @@ class PictureDesk:
                 self._delivery.fail(sequence)
 
 
-def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encoding] | None:
-    for subscriber in sequence.subscribers:
-        if subscriber.read_pixels is not None:
-            for picture in subscriber.pictures:
-                if picture.digest == key[1]:
-                    return subscriber, Encoding(key, picture, subscriber.read_pixels)
-    return None
+def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encoding]:
+    """Of the first of its requests, which have all the same pictures."""
+    subscriber = next(iter(sequence.subscribers))
+    picture = next(picture for picture in subscriber.pictures if picture.digest == key[1])
+    if subscriber.read_pixels is None:
+        raise RuntimeError(f"pixels of request {subscriber.request_id} cannot be read; this is a bug")
+    return subscriber, Encoding(key, picture, subscriber.read_pixels)
 
 
 def make_picture_desk(

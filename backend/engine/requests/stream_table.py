@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 from penstock.backend.engine.coalescer import Presented
 from penstock.backend.engine.interfaces import IEngineLink
@@ -13,6 +14,7 @@ from penstock.backend.sequences.resumable_stream import ResumableChoice, Resumab
 from penstock.backend.sequences.sequence import Sequence
 from penstock.backend.sequences.subscribers import Subscriber
 from penstock.shm.link.events import Submission
+from penstock.shm.memory.arena import DescriptorError
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.messages import AskStream, Failure, FailureCode, Finish, Generate, StreamName, StreamRecord
 
@@ -20,7 +22,7 @@ NO_READER = (1 << 63) - 1
 """Stands for the frontend of a request whose reader has gone. The link knows no such frontend, and sends it nothing."""
 MAX_STREAMS = 4096
 MAX_BYTES = 256 << 20
-"""Limit of records, and of tokens of ended streams."""
+"""Limit of records, of pixels that are kept, and of tokens of ended streams."""
 
 
 class StreamTable:
@@ -66,8 +68,11 @@ class StreamTable:
             return Failure(message.request_id, FailureCode.INTERNAL, text="such a request cannot linger")
         if linger.stream in self._streams:
             return None
-        self._evict(self._max_bytes - len(linger.record), self._max_streams - 1)
-        if len(self._streams) < self._max_streams and self._num_bytes + len(linger.record) <= self._max_bytes:
+        num_bytes = len(linger.record) + sum(
+            each.pixels.num_bytes for each in message.pictures if each.pixels is not None
+        )
+        self._evict(self._max_bytes - num_bytes, self._max_streams - 1)
+        if len(self._streams) < self._max_streams and self._num_bytes + num_bytes <= self._max_bytes:
             return None
         text = f"too many lingering streams are open: the limits are {self._max_streams}, and {self._max_bytes} bytes"
         return Failure(message.request_id, FailureCode.OVERLOADED, self._max_streams, text)
@@ -88,6 +93,9 @@ class StreamTable:
             self._streams[stream.name] = self._by_number[stream.number] = stream
         before = stream.num_bytes if stream.choices else 0
         stream.record = stream.record or linger.record
+        if subscriber.read_pixels is not None:
+            with suppress(DescriptorError):  # the tower reads them again, and says so
+                subscriber.read_pixels = stream.keep_pixels(message.pictures, subscriber.read_pixels)
         subscriber.resumable = ResumableChoice(stream, (subscriber.frontend, subscriber.request_id))
         stream.choices[linger.choice] = subscriber.resumable
         stream.expires_s = None
@@ -133,7 +141,6 @@ class StreamTable:
         self._note_return(choice)
         self._rename(found, choice, submission.frontend, message.request_id)
         choice.has_reader, choice.stream.expires_s = True, None
-        subscriber.note_pixels(submission)
         subscriber.next_index, subscriber.is_started, subscriber.resumed = presented.num_tokens, False, None
         if sequence.order >= 0:  # otherwise `Intake.admit_after_grace` replays it
             self._delivery.replay(sequence, subscriber)
@@ -179,6 +186,9 @@ class StreamTable:
         stream = choice.stream
         if choice.finish is not Finish.NONE:
             self._count(choice.num_bytes - ResumableChoice(stream, choice.open_as).num_bytes)
+            if all(other.finish is not Finish.NONE for other in stream.choices.values()):
+                self._count(-sum(map(len, stream.pixels.values())))
+                stream.pixels.clear()
             self._renew(stream)
             self._evict(self._max_bytes, self._max_streams)
             return

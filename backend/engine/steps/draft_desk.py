@@ -98,6 +98,6 @@ class DraftDesk:
 
 
 def _ask_of(each: Sequence, count: int) -> DraftAsk:
-    return DraftAsk(
-        each.tokens, each.num_prompt_tokens, list(each.kv.pages), each.salt, each.sampling, each.common_stop_ids, count
-    )
+    slot = -1 if each.slot is None else each.slot
+    of_target = each.tokens, each.num_prompt_tokens, list(each.kv.pages), slot, each.salt
+    return DraftAsk(*of_target, each.sampling, each.common_stop_ids, count)

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.engine.steps.model_drafting import MAX_OF_MODEL
-from penstock.backend.forward_pass import IBatchedForwardPass, SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.forward_pass import SamplingParams, SlotInit, StepBatch, StepOutput
+from penstock.backend.forward_pass.extensions import IGuesser
 from penstock.backend.kv_cache.prefix_cache import count_common_tokens
 from penstock.backend.scheduling.drafting import MAX_ROWS
 
@@ -27,6 +28,8 @@ class DraftAsk:
     num_prompt_tokens: int
     pages: list[int]
     """The target's pages of the text."""
+    slot: int
+    """The target's."""
     salt: bytes
     sampling: SamplingParams
     stop_ids: Collection[int]
@@ -87,7 +90,7 @@ class DraftModel:
 
     def __init__(
         self,
-        forward_pass: IBatchedForwardPass,
+        forward_pass: IGuesser,
         num_pages: int,
         page_size_tokens: int,
         max_batch_tokens: int,
@@ -111,7 +114,8 @@ class DraftModel:
         for row in rows:
             is_known = row.text.min() >= 0 and row.text.max() < vocab_size
             written = row.pages[row.start // self._page_size :]
-            is_read = is_known and left > 0 and taken.isdisjoint(written)  # texts may share unwritten pages
+            has_room = left > 0 and row.ask.max_guessed > 0
+            is_read = is_known and has_room and taken.isdisjoint(written)  # texts may share unwritten pages
             if is_read:
                 del row.next_tokens[left:]
                 left -= len(row.next_tokens)
@@ -208,3 +212,21 @@ class DraftModel:
             if len(page.tokens) == size:
                 page.after = hash((name, page.tokens.tobytes()))
             position, tokens = position + size - place, tokens[size - place :]
+
+
+class HeadModel(DraftModel):
+    """The target's own head (`IGuessesTokens`): the target writes its keys and values, so no text is to be read, and
+    there are no spare pages."""
+
+    def _make_row(self, ask: DraftAsk, slot: int) -> _Row:
+        start = len(ask.tokens) - 1
+        room = len(ask.pages) * self._page_size - start
+        ask = replace(ask, max_guessed=min(ask.max_guessed, room))
+        return _Row(ask, np.array(ask.tokens, np.int32), slot, ask.pages, start, ask.tokens[start:])
+
+    def _make_batch(self, rows: list[_Row]) -> StepBatch:
+        restores = tuple((row.ask.slot, row.slot) for row in rows if row.is_first)
+        return replace(super()._make_batch(rows), state_restores=restores)
+
+    def _note_written(self, row: _Row) -> None:
+        """Nothing: whatever is guessed is written again by the target."""

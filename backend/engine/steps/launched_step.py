@@ -92,8 +92,9 @@ class LaunchedStep:
             raise self.error
         if self.output is None:
             return StepResult(plan, [])
-        # All rows have ended since the launch. Late ones have not: their keys are needed.
-        if not self.late and not plan.live_rows() and isinstance(self.output, ISkippableOutput):
+        # All rows have ended since the launch. Keys are needed of late ones, and of those that a later step fails.
+        is_due = any(each.failed_generation == n for each, n in zip(plan.sequences, plan.generations, strict=True))
+        if not (self.late or is_due or plan.live_rows()) and isinstance(self.output, ISkippableOutput):
             self.output.skip()
         output = self.output.wait()
         token_ids = output.token_ids.tolist()
@@ -185,6 +186,8 @@ def launch_step(
         )
     except Exception as error:  # noqa: BLE001 - as in `finish`
         _stop_rows(plan)  # here already: the next plan may be launched before this step is finished
+        for sequence, generation in zip(plan.sequences, plan.generations, strict=True):
+            sequence.failed_generation = generation
         return LaunchedStep(plan, None, error)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.scheduling.drafting import (
+    MAX_DRAFTS,
     MAX_ROWS,
     MIN_GAIN,
     PLANS_PER_TRIAL,
@@ -31,10 +32,16 @@ class ModelDrafting(Drafting):
     nothing."""
 
     def __init__(
-        self, times: StepTimes, texts: EarlierTexts | None, max_context_tokens: int, *, is_alone: bool = False
+        self,
+        times: StepTimes,
+        texts: EarlierTexts | None,
+        max_context_tokens: int,
+        max_drafts: int = MAX_DRAFTS,
+        *,
+        is_alone: bool = False,
     ) -> None:
         """max_context_tokens: the longest text that the draft model continues."""
-        super().__init__(times, texts)
+        super().__init__(times, texts, max_drafts)
         self._max_context_tokens = max_context_tokens
         self._is_alone = is_alone
         self._pass_s: float | None = None
@@ -47,7 +54,7 @@ class ModelDrafting(Drafting):
         if not 0 < len(decodes) <= MAX_ROWS or any(each.num_computed < each.num_given_tokens for each in decodes):
             return {}
         rows = [sequence for sequence in decodes if self._may_continue(sequence)]
-        count = self._best_length(len(decodes), rows) if rows else 0
+        count = min(self._best_length(len(decodes), rows), self.max_drafts) if rows else 0
         left = [sequence.max_total_tokens - 1 - len(sequence.tokens) for sequence in rows]
         return {sequence: min(count, most) for sequence, most in zip(rows, left, strict=True) if min(count, most) > 0}
 

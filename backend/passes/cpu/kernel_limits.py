@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from penstock.backend.passes.ops.layer_groups import LayerGroups, layer_groups, one_group
+
 if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.forward_pass import PassOptions
 
 
 def unsupported_by_kernels(config: DecoderConfig) -> str | None:
@@ -32,3 +35,9 @@ def unsupported_by_kernels(config: DecoderConfig) -> str | None:
 
 def supports_native_ops(config: DecoderConfig) -> bool:
     return unsupported_by_kernels(config) is None
+
+
+def cpu_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
+    """In torch layers of different sizes share no pages."""
+    shares = config.full_heads is None or supports_native_ops(config)
+    return layer_groups(config, options) if shares else one_group(config)

@@ -68,6 +68,7 @@ class NativeCache:
                 v_norm=_address(layer.v_norm),
                 sinks=_address(layer.sinks),
                 window=layer.window_tokens or 0,
+                first_key=layer.first_key,
                 query_rope=query_rope,
                 key_rope=key_rope,
                 has_other_heads=layer.has_full_heads,

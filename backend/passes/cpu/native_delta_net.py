@@ -1,4 +1,5 @@
-"""Layers with a gated delta rule by our own C++ kernels (kernels/rows/delta_net.h)."""
+"""What keeps a state for each slot, by our own C++ kernels: layers with a gated delta rule (kernels/rows/delta_net.h),
+and the head that predicts the token after the next one (kernels/rows/mtp.h)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.config.decoder_config import DeltaNet as Settings
-    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear, WeightPacker
-    from penstock.backend.passes.ops.interface import DeltaNetWeights
+    from penstock.backend.passes.cpu.weight_memory.native_weights import EmbeddingTable, PackedLinear, WeightPacker
+    from penstock.backend.passes.ops.state_ops import DeltaNetWeights, MtpWeights
+
+
+class Mtp(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("embedding_norm", "hidden_norm", "kept", "given")),
+        ("first_spare", ctypes.c_int64),
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -67,12 +75,12 @@ class NativeDeltaNetOps:
         self._layers.append(layer)
         return layer
 
-    def create_states(self, num_slots: int) -> None:
-        net = self.settings
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:
+        net, count = self.settings, num_states + num_spares
         for layer in self._layers:
-            states = empty_array((num_slots, net.value_size, net.key_dim), Dtype.FP32)
-            inputs = empty_array((num_slots, net.conv_width - 1, net.num_channels), Dtype.FP32)
-            layer.states = states, inputs
+            states = empty_array((count, net.value_size, net.key_dim), Dtype.FP32)
+            inputs = empty_array((count, net.conv_width - 1, net.num_channels), Dtype.FP32)
+            layer.states, layer.struct.first_spare = (states, inputs), num_states
             layer.struct.states, layer.struct.inputs = states.ctypes.data, inputs.ctypes.data
 
     @property
@@ -88,3 +96,45 @@ class NativeDeltaNetOps:
 
     def close(self) -> None:
         self._layers.clear()
+
+
+@dataclass(slots=True)
+class NativeMtpOps:
+    """Implements `MtpOps`. do and linear run or record an operation of `NativeOps`."""
+
+    hidden_size: int
+    dtype: Dtype
+    do: Callable[..., int]
+    linear: Callable[[int, PackedLinear, int, LinearOutput], int]
+    buffers: tuple[Buffer, Buffer] = field(init=False)
+    """Of the head's residual stream and of its inputs."""
+    kept: NDArray[np.float32] = field(init=False)
+    """[states, hidden]: those of the model's slots, checkpoints and spares; behind these those of guesses."""
+    first_guess: int = 0
+    _structs: tuple[Mtp, Mtp] = field(default_factory=lambda: (Mtp(), Mtp()))
+    """Of the model's steps, and of guesses."""
+
+    def __post_init__(self) -> None:
+        self.buffers = Buffer(self.hidden_size, Dtype.FP32), Buffer(2 * self.hidden_size, self.dtype)
+
+    def create_states(self, num_states: int, num_spares: int, num_guesses: int) -> None:
+        self.first_guess = num_states + num_spares
+        self.kept = empty_array((self.first_guess + num_guesses, self.hidden_size), Dtype.FP32)
+        for struct, first in zip(self._structs, (0, self.first_guess), strict=True):
+            struct.kept, struct.first_spare = self.kept[first:].ctypes.data, num_states
+
+    def begin(self, table: EmbeddingTable, weights: MtpWeights, given: int | None) -> int:
+        struct = self._structs[given is None]
+        struct.embedding_norm, struct.hidden_norm = (
+            norm.ctypes.data for norm in (weights.embedding_norm, weights.hidden_norm)
+        )
+        struct.given = given
+        stream, inputs = (buffer.address for buffer in self.buffers)
+        self.do(OperationKind.EMBED, table.address, None, stream, table.is_packed)
+        self.do(OperationKind.MTP_INPUTS, ctypes.addressof(struct), stream, inputs)
+        if given is not None:
+            self.keep(given, is_guess=False)
+        return self.linear(inputs, weights.fc, stream, LinearOutput.STORE_FLOAT)
+
+    def keep(self, given: int, *, is_guess: bool) -> None:
+        self.do(OperationKind.KEEP_GIVEN, ctypes.addressof(self._structs[is_guess]), given, given)

@@ -30,7 +30,7 @@ from penstock.backend.passes.cpu.library.native_structs import (
     make_shape,
 )
 from penstock.backend.passes.cpu.native_cache import NativeCache
-from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps
+from penstock.backend.passes.cpu.native_delta_net import NativeDeltaNetOps, NativeMtpOps
 from penstock.backend.passes.cpu.native_experts import NativeExpertOps
 from penstock.backend.passes.cpu.native_lora import NativeAdapters
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
@@ -122,8 +122,8 @@ class NativeOps:
         self.cache = NativeCache(config, self._rope_table.begins)
         self._num_rows = 0  # tokens of the current step; after `last_tokens`, those that remain
         self._recording: list[Operation] | None = None
-        self._programs: dict[bool, _Program] = {}
-        """For a step with logits and for one without."""
+        self._programs: dict[tuple[str, bool], _Program] = {}
+        """For a step with logits and for one without, by the function's name."""
         self._logits_program: list[Operation] = []
         """The operations that compute logits of scored tokens."""
         self._step_rows = StepRows()
@@ -132,8 +132,8 @@ class NativeOps:
         self.timed: list[TimedOperations] | None = None
         """If not None, steps are timed, and their operations are appended."""
         shared_width = 0 if config.experts is None else config.experts.shared_width or 0
-        mlp_width = max(map(config.mlp_width_of_layer, range(config.num_layers)))
-        projected_width, mixed_width = map(max, zip(*map(config.mixer_widths, range(config.num_layers)), strict=True))
+        mlp_width = max(map(config.mlp_width_of_layer, config.all_layers))
+        projected_width, mixed_width = map(max, zip(*map(config.mixer_widths, config.all_layers), strict=True))
         self._residual = Buffer(config.hidden_size, Dtype.FP32)
         self._last_residual = Buffer(config.hidden_size, Dtype.FP32)
         self._hidden = Buffer(config.hidden_size, dtype)
@@ -168,6 +168,8 @@ class NativeOps:
         if (net := config.delta_net) is not None:
             self.delta_net = NativeDeltaNetOps(net, self.weights, self._do, self._linear, self._attended)
             buffers += self.delta_net.buffers
+        self.mtp = NativeMtpOps(config.hidden_size, dtype, self._do, self._linear) if config.has_mtp else None
+        buffers += () if self.mtp is None else self.mtp.buffers
         return buffers
 
     @property
@@ -225,13 +227,14 @@ class NativeOps:
         if needs_logits:
             self._reserve((self._last_residual,), step.num_last)
             self._reserve((self._logits,), step.num_logits)
-        program = self._programs.get(needs_logits)
+        key = forward.__name__, needs_logits
+        program = self._programs.get(key)
         if program is None:
             self._picture_ends: list[int] = []
             operations = self._record(partial(forward, step, needs_logits=needs_logits))
             array = (Operation * len(operations))(*operations)
             program = _Program(array, ctypes.addressof(array), self._picture_ends, self._logits.rows)
-            self._programs[needs_logits] = program
+            self._programs[key] = program
         done = 0
         for index, end in enumerate(program.picture_ends if step.embeddings else ()):
             self._run(program, done, end)
@@ -242,7 +245,7 @@ class NativeOps:
 
     def _prepare_queued(self, batch: StepBatch) -> ComputedStep | None:
         """None until a step like this one has run, which records the operations and makes room."""
-        program, num_logits = self._programs.get(True), len(batch.logit_rows)
+        program, num_logits = self._programs.get(("forward", True)), len(batch.logit_rows)
         if program is None or self.timed is not None:
             return None
         if num_logits > len(program.logits) or batch.num_tokens > len(self._residual.rows):

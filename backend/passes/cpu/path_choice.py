@@ -46,6 +46,8 @@ logger = logging.getLogger("penstock.backend")
 
 AUTO = "auto"
 
+_FAST_BF16_PATHS = ("amx", "avx512_bf16", "neon_bf16")
+"""Paths whose products of bf16 are instructions of their own."""
 _RIVAL_GAIN = 0.9
 """A rival is chosen if it needs less than this share of the other path's time, on average over TIMED_ROWS.
 
@@ -95,6 +97,14 @@ def check_cpu_path(name: str) -> None:
 
 
 @cache
+def multiplies_bf16(cpu_path: str) -> bool:
+    """The path has instructions for products of bf16. Raises StartupError if it cannot be used."""
+    check_cpu_path(cpu_path)
+    fastest = next(iter(supported_paths(read_cpu_info())), None)
+    name = "" if fastest is None else fastest.name
+    return (name if cpu_path == AUTO else cpu_path) in _FAST_BF16_PATHS
+
+
 def load_kernels(cpu_path: str = AUTO) -> NativeKernels | None:
     """Return the kernels of a path, by default the fastest; None if there are none, which is logged.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,23 +13,23 @@ from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
-from penstock.backend.passes.cpu.kernel_limits import supports_native_ops, unsupported_by_kernels
-from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
+from penstock.backend.passes.cpu.kernel_limits import cpu_groups, supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
 from penstock.backend.passes.decoder.adapters import LoadsAdapters
+from penstock.backend.passes.decoder.guess_pass import MAX_GUESSED_ROWS, GuessPass
 from penstock.backend.passes.decoder.model import DecoderModel
-from penstock.backend.passes.decoder.spec import make_spec
+from penstock.backend.passes.decoder.spec import make_spec, with_states
 from penstock.backend.passes.ops.copied_states import CopiedStates
 from penstock.backend.passes.ops.cpu_interface import CpuOps
 from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
-from penstock.backend.passes.ops.layer_groups import check_groups, layer_groups, one_group
+from penstock.backend.passes.ops.layer_groups import check_groups, one_group
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 from penstock.backend.passes.shared_weights.memory_trimming import return_freed_memory
 from penstock.backend.sampling.sampler import HostSampling
-from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,16 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.backend")
 
-SPIN_S = 50e-6
-"""How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
-than those between steps."""
-
 LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
 
 class CpuDecoderPass(LoadsAdapters, HostSampling):
-    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages` and `ILoadsAdapters`. Logits are numpy
-    float32 arrays; `HostSampling` samples."""
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages`, `ILoadsAdapters` and `IGuessesTokens`.
+    Logits are numpy float32 arrays; `HostSampling` samples."""
 
     shared_weights: WatchedWeights | None = None
     """Weights that outlive the process (`ISharedWeights`); None if they end with it."""
@@ -82,6 +76,7 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
         adapters: Sequence[PeftAdapter] = (),
         *,
         turns_heads: bool = False,
+        num_state_drafts: int = 0,
     ) -> None:
         """quantization: how the weights are quantised if not as in the checkpoint. formats: how the checkpoint
         quantises them.
@@ -93,16 +88,16 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
             raise StartupError(f"{config.architecture} needs the CPU kernels: its heads of two sizes share pages")
         sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
         HostSampling.__init__(self, config.vocab_size, max_running, sampler)
-        self._config = config
-        self._ops = ops
-        self._dtype = dtype
+        self._config, self._ops, self._dtype = config, ops, dtype
         self._turns_heads, self._of_linears = turns_heads, ops.adapters
         self._places: PagePlaces | None = None
         self._model = DecoderModel(config, ops, weights, dtype, self._groups)
         self._put_first(adapters)
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
-        verifies = isinstance(ops, NativeOps) and config.delta_net is None  # a state does not go back
-        self._spec = replace(spec, verifies_drafts=verifies, copies_states=config.delta_net is not None)
+        is_native = isinstance(ops, NativeOps)
+        self._num_spares = num_state_drafts if is_native else 0
+        verifies = is_native and (config.delta_net is None or num_state_drafts > 0)
+        self._spec = replace(with_states(spec, num_state_drafts), verifies_drafts=verifies)
         self._max_running = max_running
         self._num_pages = 0
         self._states = CopiedStates()
@@ -127,15 +122,15 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters
 
         check_cpu_path(options.cpu_path)
-        config = read_decoder_config(model_dir, options.max_context_tokens)
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=options.guesses_tokens)
         quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
             check_sizes(quantization, config)
         dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
-        formats, groups = read_stored_formats(model_dir), _groups(config, options)
+        formats, groups = read_stored_formats(model_dir), cpu_groups(config, options)
         with open_adapters(model_dir, options.adapters, config) as adapters:
             spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=groups, adapters=adapters)
-        return replace(spec, copies_states=config.delta_net is not None)
+        return with_states(spec, options.num_state_drafts)
 
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> CpuDecoderPass:
@@ -143,16 +138,18 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
         from penstock.backend.checkpoint.formats.declared import read_stored_formats
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 
-        config, is_turned = read_decoder_config(model_dir, options.max_context_tokens), turns_heads(model_dir)
+        has_kernels = options.guesses_tokens and load_kernels(options.cpu_path) is not None
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=has_kernels)
+        is_turned = turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
-        groups = _groups(config, options)
+        groups = cpu_groups(config, options)
 
         with open_adapters(model_dir, options.adapters, config) as adapters:
 
             def build(weights: Weights, dtype: Dtype, ops: CpuOps) -> CpuDecoderPass:
                 return cls(
                     config, weights, ops, dtype, options.max_running, quantization, formats, groups, adapters,
-                    turns_heads=is_turned,
+                    turns_heads=is_turned, num_state_drafts=options.num_state_drafts,
                 )  # fmt: skip
 
             return cls._load(model_dir, options, config, build)
@@ -213,18 +210,10 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
     @classmethod
     def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """Size of the weights that `load` would map; see `IFindsSharedWeights`. Those in a file are free anyway."""
-        from penstock.backend.passes.cpu.weight_memory.shared import CpuMemories, create_memfd, fingerprint
-        from penstock.backend.passes.shared_weights.sharing import find_shared
+        from penstock.backend.passes.cpu.weight_memory.shared import mapped_bytes
 
         kernels = load_kernels(options.cpu_path)
-        if options.weights_fds is None or kernels is None:
-            return 0
-        with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-            fds = find_shared(mailbox, fingerprint(model_dir, options, kernels.path), CpuMemories(create_memfd))
-        try:
-            return sum(os.fstat(fd).st_size for fd in fds)
-        finally:
-            close_all(fds)
+        return 0 if kernels is None else mapped_bytes(model_dir, options, kernels.path)
 
     def _num_bytes(self, adapter: PeftAdapter) -> int:
         return adapter.num_values * self._dtype.itemsize
@@ -250,8 +239,19 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
 
     def create_checkpoints(self, num_checkpoints: int) -> None:
         if self._ops.delta_net is not None:  # they are the states behind those of slots
-            self._ops.delta_net.create_states(self._max_running + num_checkpoints)
-            self._states = CopiedStates(self._max_running, self._ops.delta_net.states)
+            sizes = self._max_running + num_checkpoints, self._num_spares
+            self._ops.delta_net.create_states(*sizes)
+            arrays = self._ops.delta_net.states
+            if self._ops.mtp is not None:
+                self._ops.mtp.create_states(*sizes, MAX_GUESSED_ROWS)
+                arrays.append(self._ops.mtp.kept)
+            self._states = CopiedStates(self._max_running, num_checkpoints, arrays)
+
+    def make_guesser(self) -> GuessPass | None:
+        make_sampler, mtp = self._ops.make_sampler, self._ops.mtp
+        if make_sampler is None or mtp is None:
+            return None
+        return GuessPass(self._spec, self._ops, self._model, make_sampler, mtp)
 
     def persist_pages(self, places: PagePlaces) -> None:
         self._places = places
@@ -309,7 +309,10 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
             if queued is not None:
                 return queued
             self._queue.drain()
-        return super().sample(logits, batch, masks)
+        output = super().sample(logits, batch, masks)
+        if self._states.arrays and batch.drafts is not None:
+            self._states.go_back(batch, output.num_accepted)
+        return output
 
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:
         return self._ops.score(self._model.normed, len(logits), scored, self._model.logits)
@@ -335,12 +338,6 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
         self._ops.close()
         if self.shared_weights is not None:
             self.shared_weights.close()
-
-
-def _groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:
-    """In torch layers of different sizes share no pages."""
-    shares = config.full_heads is None or supports_native_ops(config)
-    return layer_groups(config, options) if shares else one_group(config)
 
 
 def make_cpu_ops(

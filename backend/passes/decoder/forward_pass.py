@@ -80,7 +80,8 @@ class DecoderPass(IBatchedForwardPass):
 
 
 def _has_pictures(model_dir: Path) -> bool:
-    return "vision_config" in read_json_object(model_dir / CONFIG_FILE)
+    """Also of a GGUF file's directory, where the vision part's config is under a key of its own."""
+    return not {"vision_config", "vision_model"}.isdisjoint(read_json_object(model_dir / CONFIG_FILE))
 
 
 def _with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:

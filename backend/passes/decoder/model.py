@@ -15,6 +15,7 @@ from penstock.backend.passes.decoder.packing import (
     Mlp,
     delta_ops,
     expert_ops,
+    mtp_ops,
     pack_head,
     pack_layer,
     pack_norm,
@@ -71,6 +72,10 @@ class DecoderModel:
         self._layers = [
             pack_layer(config, ops, weights.layer(i, dtype), i, groups.places[i]) for i in range(config.num_layers)
         ]
+        self._head: Layer | None = None
+        if config.has_mtp:
+            index = config.num_layers
+            self._head = pack_layer(config, ops, weights.layer(index, dtype), index, groups.places[index])
         self._num_stored = config.num_layers - config.num_shared_layers
         """The layers up to the last cache write."""
         self._final_norm = pack_norm(config, ops, weights.final_norm(dtype))
@@ -108,7 +113,23 @@ class DecoderModel:
         needs logits, even if it has no logit rows.
         """
         qkv, residual = self.store_tokens(step)
+        if self._head is not None and self._head.mtp is not None:  # it needs the results of all tokens
+            self._attend_and_mix(self._layers[-1], qkv, residual, step)
+            given = self._ops.final_norm(residual, self._final_norm)
+            stream = mtp_ops(self._ops).begin(self._embedding, self._head.mtp, given)
+            self._project(self._head, stream, step)
         return self.finish(qkv, residual, step) if needs_logits else None
+
+    def guess(self, step: Step, *, needs_logits: bool) -> Array | None:  # noqa: ARG002 - always
+        """As `forward`, by the head: logits of the token after the next one of rows of one token."""
+        head, ops = self._head, self._ops
+        if head is None or head.mtp is None:
+            raise ValueError("the model has no head that predicts further tokens")
+        stream = mtp_ops(ops).begin(self._embedding, head.mtp, None)
+        self._attend_and_mix(head, self._project(head, stream, step), stream, step)
+        given = ops.final_norm(stream, head.mtp.norm)
+        mtp_ops(ops).keep(given, is_guess=True)
+        return self.logits(given)
 
     def store_tokens(self, step: Step) -> tuple[Array, Array]:
         """Run the step up to the last cache write; return the arguments of `finish`."""
@@ -131,7 +152,8 @@ class DecoderModel:
         """
         ops, (last, *shared) = self._ops, self._layers[self._num_stored - 1 :]
         qkv, residual, step = ops.last_tokens(qkv, residual, step)
-        self._attend_and_mix(last, qkv, residual, step)
+        if self._head is None:
+            self._attend_and_mix(last, qkv, residual, step)
         for layer in shared:
             self._attend_and_mix(layer, self._project(layer, residual, step), residual, step)
         if self._config.streams is not None:

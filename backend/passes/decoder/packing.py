@@ -24,8 +24,6 @@ from penstock.backend.passes.ops.interface import (
     Array,
     AttentionLayer,
     BesideNorms,
-    DeltaNetOps,
-    DeltaNetWeights,
     ExpertOps,
     Experts,
     ExpertWeights,
@@ -37,6 +35,7 @@ from penstock.backend.passes.ops.interface import (
     StreamOps,
     StreamWeights,
 )
+from penstock.backend.passes.ops.state_ops import DeltaNetOps, DeltaNetWeights, MtpOps, MtpWeights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,6 +64,8 @@ class Layer:
     streams: Any
     """The operations' own form of its part in several residual streams; None if there is one."""
     laurel: Laurel | None
+    mtp: MtpWeights | None
+    """If it predicts the token after the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,12 @@ def delta_ops(ops: Ops) -> DeltaNetOps:
     if ops.delta_net is None:
         raise ValueError("these operations have none for layers with a delta rule")
     return ops.delta_net
+
+
+def mtp_ops(ops: Ops) -> MtpOps:
+    if ops.mtp is None:
+        raise ValueError("these operations have none for a head that predicts further tokens")
+    return ops.mtp
 
 
 def side_ops(ops: Ops) -> SideOps:
@@ -164,6 +171,7 @@ def pack_layer(
         input=_pack_input(ops, plain, packed["input_norm"]) if of_input else None,
         streams=_pack_streams(config, ops, plain) if has_streams else None,
         laurel=_pack_laurel(ops, plain, packed["attention_norm"]) if has_streams else None,
+        mtp=_pack_mtp(config, ops, plain) if plain.has("mtp_fc") else None,
     )
 
 
@@ -189,6 +197,7 @@ def _pack_attention(
         has_full_heads=config.has_full_heads(index),
         source=None if source == index else source,
         sees_ahead=config.sees_whole_pictures(index),
+        first_key=int(index == config.num_layers),  # before the first token nothing was given
     )
 
 
@@ -226,6 +235,11 @@ def _pack_streams(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> Any:
 def _pack_laurel(ops: Ops, plain: _Unpacked, input_norm: Array) -> Laurel:
     left, right = (ops.pack_linear(plain.take(f"laurel_{side}"), None) for side in ("left", "right"))
     return Laurel(input_norm, left, right, ops.vector(plain.take("laurel_norm")))
+
+
+def _pack_mtp(config: DecoderConfig, ops: Ops, plain: _Unpacked) -> MtpWeights:
+    norms = (pack_norm(config, ops, plain.take(f"mtp_{name}")) for name in ("embedding_norm", "hidden_norm", "norm"))
+    return MtpWeights(ops.pack_linear(plain.take("mtp_fc"), None), *norms)
 
 
 def _pack_qkv(ops: Ops, plain: _Unpacked, order: NDArray[np.int64] | None) -> Linear:

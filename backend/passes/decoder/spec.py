@@ -62,10 +62,21 @@ def make_spec(
         # The inputs of layers need the token's id.
         embedding_size=0 if config.layer_input_size else config.hidden_size,
         kv_windows=groups.windows,
-        state_bytes_per_sequence=0 if config.delta_net is None else config.delta_net.state_bytes,
+        state_bytes_per_sequence=0
+        if config.delta_net is None
+        else config.delta_net.state_bytes + config.has_mtp * 4 * config.hidden_size,
+        guesses_tokens=config.has_mtp,
         adapter_ranks=tuple(adapter.rank for adapter in adapters),
         picture_layers=config.picture_layers,
         has_picture_axes=bool(config.rope.axes),
+    )
+
+
+def with_states(spec: PassSpec, num_state_drafts: int) -> PassSpec:
+    """The spec of a pass that copies states. Drafts need some more."""
+    num_bytes = spec.state_bytes_per_sequence
+    return replace(
+        spec, copies_states=num_bytes > 0, workspace_bytes=spec.workspace_bytes + num_state_drafts * num_bytes
     )
 
 

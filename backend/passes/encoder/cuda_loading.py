@@ -11,7 +11,7 @@ from penstock.backend.checkpoint.encoders.encoder_config import EncoderConfig
 from penstock.backend.checkpoint.encoders.tensors import WeightSource
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec
-from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
+from penstock.backend.passes.cuda.attention.encoder_attention import unsupported_head
 from penstock.backend.passes.cuda.attention.prefill_attention import MAX_TILES
 from penstock.backend.passes.cuda.device.device import Device, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
@@ -55,8 +55,8 @@ def choose_cuda_dtype(options: PassOptions) -> torch.dtype:
 
 def unsupported_on_gpu(config: EncoderConfig) -> str | None:
     """Return why the kernels cannot run this model, or None."""
-    if config.head_dim not in ENCODER_HEAD_DIMS:
-        return f"it has heads of {config.head_dim}; there are kernels for {', '.join(map(str, ENCODER_HEAD_DIMS))}"
+    if (reason := unsupported_head(config.head_dim)) is not None:
+        return reason
     if config.relative_span:
         return "there are no kernels for scores by relative position"
     if config.intermediate_size % _UNIT:

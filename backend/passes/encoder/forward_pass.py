@@ -24,11 +24,9 @@ from penstock.backend.forward_pass import (
     StepOutput,
     TokenMasks,
 )
-from penstock.backend.passes.cpu.library.cpu_paths import read_cpu_info, supported_paths
-from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
-from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
+from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
+from penstock.backend.passes.cpu.path_choice import load_kernels, multiplies_bf16
 from penstock.backend.passes.cuda.device.cuda_device import open_gpu
-from penstock.backend.passes.decoder.cpu_pass import SPIN_S
 from penstock.backend.passes.encoder import cuda_loading as cuda_loading
 from penstock.backend.passes.encoder.model import EncoderModel
 from penstock.backend.passes.encoder.native_ops import NativeEncoderOps, unsupported_by_kernels
@@ -39,9 +37,6 @@ from penstock.backend.passes.shared_weights.memory_trimming import return_freed_
 
 logger = logging.getLogger("penstock.backend")
 
-_FAST_BF16_PATHS = ("amx", "avx512_bf16", "neon_bf16")
-"""Paths whose products of bf16 are instructions of their own."""
-
 
 def choose_dtype(config: EncoderConfig, options: PassOptions) -> torch.dtype:
     """The dtype to compute in; "auto" is bf16 where the kernels multiply it faster than fp32. Raises StartupError."""
@@ -51,10 +46,7 @@ def choose_dtype(config: EncoderConfig, options: PassOptions) -> torch.dtype:
         case "fp32":
             return torch.float32
         case "auto":
-            check_cpu_path(options.cpu_path)
-            paths = [path.name for path in supported_paths(read_cpu_info())]
-            path = options.cpu_path if options.cpu_path != AUTO else next(iter(paths), "")
-            is_fast = path in _FAST_BF16_PATHS and unsupported_by_kernels(config) is None
+            is_fast = multiplies_bf16(options.cpu_path) and unsupported_by_kernels(config) is None
             return torch.bfloat16 if is_fast else torch.float32
     raise StartupError(f"dtype is {options.dtype!r}; it must be auto, bf16 or fp32")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from penstock.backend.passes.ops.state_ops import DeltaNetOps, MtpOps
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -59,7 +61,10 @@ Step: TypeAlias = Any
 
 
 class Forward(Protocol):
-    """The signature of `DecoderModel.forward`."""
+    """The signature of `DecoderModel.forward` and `guess`."""
+
+    @property
+    def __name__(self) -> str: ...
 
     def __call__(self, step: Step, *, needs_logits: bool) -> Array | None: ...
 
@@ -99,22 +104,6 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
-    """The weights of a layer with a delta rule, beside its linears of inputs and results."""
-
-    gates: Tensor
-    """[2 * num_value_heads, hidden]: strengths of updates, then decays."""
-    conv: Tensor
-    """[num_channels, conv_width]: the last is that of the token itself."""
-    bias: Tensor
-    """[num_value_heads], as decays."""
-    decays: Tensor
-    """A state is multiplied by exp(decay * softplus(gate + bias)); they are negative."""
-    norm: Tensor
-    """[value_dim]"""
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """Attention settings that differ from layer to layer. Norm weights and sinks are results of `vector`."""
 
@@ -139,6 +128,8 @@ class AttentionLayer:
     """The layer whose keys and values it uses, if it has none: then its qkv has only q."""
     sees_ahead: bool = False
     """Tokens see up to `StepBatch.visible_ends`."""
+    first_key: int = 0
+    """The first position that tokens see, in a layer without a window."""
 
     @property
     def cache_index(self) -> int:
@@ -166,27 +157,6 @@ class ExpertOps(Protocol):
 
     def weight_by_sigmoid(self, x: Array, gate: Linear, mixed: Array) -> None:
         """Multiply each row of mixed, the result of `activated_linear`, by the sigmoid of gate's one output for x."""
-
-
-class DeltaNetOps(Protocol):
-    """The operations of layers with a delta rule (`DeltaNet`), and the states of all slots."""
-
-    def pack(self, weights: DeltaNetWeights) -> Any:
-        """Return the layer, for `run`. The caller drops its copy."""
-
-    def create_states(self, num_slots: int) -> None:
-        """Allocate `DeltaNet.state_bytes` for each slot. Called again, it forgets the states before."""
-
-    @property
-    def states(self) -> list[Any]:
-        """Their memory, [slots, …] for each part of a layer's state; numpy arrays on the CPU."""
-
-    def run(self, inputs: Array, x: Array, layer: Any, step: Step) -> Array:
-        """Return the results of all tokens, [T, value_size], and change the states of the step's slots.
-
-        inputs [T, num_channels + value_size] are [q | k | v | gates of results], and x [T, hidden] is what they were
-        computed from. A row at position 0 begins with a state of zeros.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +266,10 @@ class Ops(Protocol):
     @property
     def delta_net(self) -> DeltaNetOps | None:
         """The operations of layers with a delta rule; None if the model or these operations have none."""
+
+    @property
+    def mtp(self) -> MtpOps | None:
+        """As `delta_net`, of `DecoderConfig.has_mtp`."""
 
     @property
     def side(self) -> SideOps | None:

@@ -96,13 +96,13 @@ def split_groups(config: DecoderConfig) -> LayerGroups:
 
 def _sizes(config: DecoderConfig) -> list[int]:
     """By layer with keys and values of its own, or with a delta rule, the numbers of a token."""
-    layers = range(config.num_layers - config.num_shared_layers)
+    layers = [index for index in config.all_layers if config.source_of_layer(index) == index]
     return [2 * math.prod(config.heads_of_layer(i)) if config.delta_net_of_layer(i) is None else 0 for i in layers]
 
 
 def _with_shared(config: DecoderConfig, places: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Give the layers after those with places the places of the layers whose keys and values they use."""
-    return tuple(places[config.source_of_layer(index)] for index in range(config.num_layers))
+    return tuple(places[config.source_of_layer(index)] for index in config.all_layers)
 
 
 def _windows(config: DecoderConfig) -> list[int | None]:

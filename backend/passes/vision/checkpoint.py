@@ -18,6 +18,7 @@ from penstock.backend.checkpoint.gguf.header import open_tensors
 from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, VISION_KEY, is_rotated, projector_name
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, VisionFamily
 
 logger = logging.getLogger("penstock.backend")
@@ -33,9 +34,10 @@ _SMALL_TEXT = {
 }
 
 
-def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> VisionFamily | None:
+def find_family(model_dir: Path, options: PassOptions, *, says_why: bool = False) -> VisionFamily | None:
     """None for a model without a vision part, and for one whose pictures the device does not take. says_why: log the
-    reason."""
+    reason. Raises StartupError."""
+    device, projector = options.device, model_dir / PROJECTOR_FILE
     values = read_json_object(model_dir / CONFIG_FILE)
     values = values.get(VISION_KEY, values)
     if not isinstance(values, dict) or not isinstance(values.get("vision_config"), dict):
@@ -50,6 +52,12 @@ def find_family(model_dir: Path, device: str, *, says_why: bool = False) -> Visi
         family, reason = None, "they need penstock[transformers]"
     elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):
         reason, family = "its image tokens attend to each other both ways, which the GPU's kernels do not", None
+    elif projector.is_symlink() and not options.needs_pictures:
+        try:
+            with closing(open_tensors(projector)) as file:
+                _projector_names(projector.readlink(), file, read_config(model_dir))
+        except (StartupError, OSError) as error:
+            family, reason = None, str(error)
     if family is None and says_why:
         logger.warning("pictures are not taken: %s", reason)
     return family

@@ -1,4 +1,4 @@
-"""`VisionTower`: the `PictureTower` of a checkpoint, in torch and fp32."""
+"""`VisionTower`: the `PictureTower` of a checkpoint, in torch and fp32; on the CPU its blocks by our kernels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.backend.forward_pass import PassOptions, PassSpec
 from penstock.backend.forward_pass.extensions import PICTURE_CACHE_BYTES
 from penstock.backend.passes.vision.checkpoint import empty_model, find_family, load_model, read_config
 from penstock.backend.passes.vision.families import Grid, VisionFamily
+from penstock.backend.passes.vision.native_blocks import kernels_dtype, saved_bytes, use_kernels
 from penstock.backend.passes.vision.pixels import Normalization, read_processor
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
 
@@ -43,10 +44,12 @@ class VisionTower:
     @classmethod
     def load(cls, model_dir: Path, options: PassOptions) -> VisionTower | None:
         """None if the model's pictures are not taken. Raises StartupError."""
-        if (family := find_family(model_dir, options.device, says_why=True)) is None:
+        if (family := find_family(model_dir, options, says_why=True)) is None:
             return None
         config, processor = read_config(model_dir), read_processor(model_dir)
         model = load_model(model_dir, config, torch.device(options.device))
+        if options.device == "cpu":
+            use_kernels(model, config.vision_config, options.cpu_path, kernels_dtype(model_dir, options))
         normalization = Normalization.read(processor, family)
         return cls(model, family, normalization, _limits(config, processor, family)[0])
 
@@ -84,16 +87,18 @@ def _limits(config: Any, processor: dict[str, Any], family: VisionFamily) -> tup
 
 def with_pictures(spec: PassSpec, model_dir: Path, options: PassOptions) -> PassSpec:
     """The spec of a decoder with its vision tower, if it has one. Raises StartupError."""
-    if not spec.generates or (family := find_family(model_dir, options.device)) is None:
+    if not spec.generates or (family := find_family(model_dir, options)) is None:
         return spec
     config, processor = read_config(model_dir), read_processor(model_dir)
     (max_picture_bytes, num_patches), vision = _limits(config, processor, family), config.vision_config
-    weight_bytes = 4 * sum(parameter.numel() for parameter in empty_model(config).parameters())
+    model = empty_model(config)
+    weight_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     patch_values = _ROW_VALUES * vision.hidden_size + 2 * getattr(vision, "intermediate_size", 4 * vision.hidden_size)
     if vision.model_type == "pixtral":
         patch_values += num_patches  # transformers makes a mask of all pairs
     workspace_bytes = 4 * num_patches * patch_values + 6 * max_picture_bytes
     if options.device == "cpu":
+        weight_bytes -= saved_bytes(model, vision, kernels_dtype(model_dir, options))
         workspace_bytes += PICTURE_CACHE_BYTES
     return replace(
         spec,

@@ -21,7 +21,7 @@ _FIXED = {
     "recorder-fd": "the server sets it",
     "weights-fds": "the server sets it",
     "persist-kv-fd": "the server sets it",
-    "hand-over-fd": "the server sets it",
+    "hand-over-fds": "the server sets it",
     "adapters-fd": "the server sets it",
     "beside-another": "the server sets it",
 }

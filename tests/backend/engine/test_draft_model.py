@@ -78,7 +78,7 @@ def test_answers_are_the_same_with_a_draft_model(draft_class: type[FakePass], nu
 
 
 def _ask(tokens: list[int], pages: list[int], salt: bytes = b"a", max_guessed: int = 5) -> DraftAsk:
-    return DraftAsk(array("i", tokens), len(tokens), pages, salt, GREEDY, (), max_guessed)
+    return DraftAsk(array("i", tokens), len(tokens), pages, 0, salt, GREEDY, (), max_guessed)
 
 
 def test_pages_are_written_again_only_where_they_hold_another_text_or_tenant() -> None:

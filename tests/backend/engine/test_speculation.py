@@ -17,7 +17,7 @@ from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.passes.decoder import cpu_pass
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.fake import FakePass
-from penstock.backend.scheduling.drafting import Drafting, may_have_drafts
+from penstock.backend.scheduling.drafting import MAX_DRAFTS, Drafting, may_have_drafts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser, PromptLookup
 from penstock.backend.sequences.sequence import Sequence
 from penstock.shm.messages import Constraints, Finish, Grammar, Sampling
@@ -54,18 +54,19 @@ def model() -> tuple[Path, Path]:
 class Foretold(Drafting):
     """Drafts tokens that requests are known to receive, with some errors."""
 
-    def __init__(self, answers: dict[int, list[int]], error_rate: float = 0.2) -> None:
-        super().__init__(StepTiming())
+    def __init__(self, answers: dict[int, list[int]], error_rate: float = 0.2, max_drafts: int = MAX_DRAFTS) -> None:
+        super().__init__(StepTiming(), max_drafts=max_drafts)
         self._answers, self._error_rate = answers, error_rate
         self._rng = np.random.default_rng(5)
 
     def choose(self, decodes: list[Sequence]) -> dict[Sequence, list[int]]:
-        drafts = {}
+        drafts: dict[Sequence, list[int]] = {}
         for sequence in filter(may_have_drafts, decodes):
+            left = self.max_drafts - sum(map(len, drafts.values()))
             first = sequence.num_computed - sequence.num_prompt_tokens
             end = min(first + int(self._rng.integers(1, 6)), sequence.max_total_tokens - 1 - sequence.num_prompt_tokens)
             answer = self._answers[next(iter(sequence.subscribers)).request_id]
-            if tokens := [token ^ int(self._rng.random() < self._error_rate) for token in answer[first:end]]:
+            if tokens := [token ^ int(self._rng.random() < self._error_rate) for token in answer[first:end][:left]]:
                 drafts[sequence] = tokens
         return drafts
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.backend.kv_cache import hand_over
 from penstock.backend.kv_cache.budget.memory import MemoryInfo
-from penstock.backend.kv_cache.hand_over import HandOver, HandOverMemory
+from penstock.backend.kv_cache.hand_over import FIRST_STATE_PLACE, HandOver, HandOverMemory
 
 KEY = bytes(32)
 PAGE_BYTES = 72
@@ -19,9 +19,9 @@ HASHES = [bytes([number]) * 16 for number in range(1, 25)]
 
 
 class Backend:
-    def __init__(self, fd: int, key: bytes = KEY, num_pages: int = 30) -> None:
+    def __init__(self, fd: int, key: bytes = KEY, num_pages: int = 30, first_place: int = 0) -> None:
         self.now_s = 0.0
-        self.memory = HandOverMemory(fd, key, PAGE_BYTES, num_pages)
+        self.memory = HandOverMemory(fd, key, PAGE_BYTES, num_pages, first_place)
         self.pages = HandOver(self.memory, lambda: self.now_s)
         self.saves: list[tuple[int, int]] = []
 
@@ -60,10 +60,11 @@ def fd() -> Iterator[int]:
     os.close(fd)
 
 
-def test_successor_finds_pages_as_they_are_saved_and_leaves_its_own_later(fd: int) -> None:
-    old = Backend(fd)
+@pytest.mark.parametrize("first_place", [0, FIRST_STATE_PLACE], ids=["pages", "checkpoints"])
+def test_successor_finds_pages_as_they_are_saved_and_leaves_its_own_later(fd: int, first_place: int) -> None:
+    old = Backend(fd, first_place=first_place)
     assert os.fstat(fd).st_blocks * 512 <= 4096
-    new = Backend(fd, num_pages=40)
+    new = Backend(fd, num_pages=40, first_place=first_place)
     assert (new.memory.secret, new.memory.follows, old.memory.follows) == (old.memory.secret, True, False)
     old.pages.save(1, HASHES[0], SALT)  # nobody has asked for pages yet
     old.step()
@@ -86,10 +87,21 @@ def test_successor_finds_pages_as_they_are_saved_and_leaves_its_own_later(fd: in
     assert os.fstat(fd).st_blocks * 512 > 4096
     new.pages.note_step_ended()
     assert os.fstat(fd).st_blocks * 512 <= 4096
-    third = Backend(fd)
+    third = Backend(fd, first_place=first_place)
     new.leave(HASHES[:3])
     new.step()
     assert (third.memory.secret, third.found()) == (old.memory.secret, [1, 2, 3])
+
+
+def test_place_is_written_once_because_the_successor_may_be_reading_it(fd: int) -> None:
+    old = Backend(fd, num_pages=2)
+    old.leave(HASHES[:2])
+    old.step()
+    old.pages.discard([HASHES[0]])
+    old.pages.save(3, HASHES[2], SALT)
+    old.step()
+    old.pages.check_integrity()
+    assert (old.saves, Backend(fd).found()) == ([], [2])
 
 
 def test_damaged_page_is_not_found_and_an_invalidated_tenant_has_none(fd: int) -> None:

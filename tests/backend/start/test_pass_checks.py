@@ -265,3 +265,8 @@ def test_a_step_holds_the_largest_picture_that_is_computed_whole() -> None:
     options = BackendOptions(max_running=16, max_batch_tokens=200)
     with pytest.raises(StartupError, match="--max-batch-tokens is 200; this model needs at least 296"):
         describe_pass(options, "", FakeWholePictures, DEMO_MODEL_DIR, pass_options(options))
+
+
+def test_no_pass_has_a_state_and_whole_pictures() -> None:
+    with pytest.raises(StartupError, match="whole_picture_tokens is 280; a pass with state_bytes_per_sequence, 8,"):
+        with_spec(whole_picture_tokens=280, state_bytes_per_sequence=8)

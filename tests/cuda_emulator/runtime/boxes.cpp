@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <utility>
 
 #include "checker.h"
 #include "order.h"
@@ -35,16 +36,18 @@ struct Box {
     Here here;
 };
 
-struct NamedBarrier {
+struct NumberedBarrier {
     int count;
-    Clocks arrived;
-    std::vector<Thread*> waiting;
-    Here here;
+    std::vector<Thread*> arrived, waiting;
+    Clocks clocks;
+    Here here;  // where threads wait
 };
+
+constexpr int kNumbered = 16;
 
 std::unordered_map<uintptr_t, State> states;
 std::vector<Box> boxes;  // in flight, in the order of their starts
-NamedBarrier named;
+NumberedBarrier numbered[kNumbered];
 
 constexpr int kElementBytes = 2;
 constexpr uintptr_t kRowBytes = 128, kAlignment = 128;
@@ -93,6 +96,31 @@ void land_at(size_t place) {
     land(box);
 }
 
+NumberedBarrier& join(int number, int count, Here here) {
+    current->here = here;
+    if (number < 1 || number >= kNumbered || count < 32 || count % 32 != 0)
+        fail("barrier %d at %s:%d for %d threads", number, here.file, here.line, count);
+    NumberedBarrier& met = numbered[number];
+    if (met.arrived.empty()) met.count = count;
+    if (met.count != count)
+        fail("barrier %d at %s:%d is for %d threads, but others call it for %d", number, here.file, here.line, count,
+             met.count);
+    if (std::find(met.arrived.begin(), met.arrived.end(), current) != met.arrived.end())
+        fail("barrier %d at %s:%d: this thread arrives twice before the others", number, here.file, here.line);
+    release_to(met.clocks);
+    met.arrived.push_back(current);
+    return met;
+}
+
+void let_go(NumberedBarrier& met) {
+    const NumberedBarrier done = std::exchange(met, {});
+    for (Thread* thread : done.waiting) {
+        acquire_for(*thread, done.clocks);
+        if (thread != current) make_ready(*thread);
+    }
+    yield_to_ready();
+}
+
 void check_box(const Box& box) {
     const TensorMap& map = box.map;
     const Here here = box.here;
@@ -116,7 +144,7 @@ unsigned shared_offset(const void* address) {
 void reset_barriers() {
     states.clear();
     boxes.clear();
-    named = {};
+    for (NumberedBarrier& barrier : numbered) barrier = {};
 }
 
 bool land_a_box() {
@@ -169,21 +197,20 @@ void barrier_wait(unsigned long long* barrier, unsigned parity, Here here) {
     acquire_for(*current, state.done);
 }
 
-void sync_some(int count, Here here) {
-    current->here = here;
-    if (named.waiting.empty()) named = {count, {}, {}, here};
-    if (named.count != count || named.here.line != here.line || named.here.file != here.file)
-        fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", here.file, here.line, named.here.file,
-             named.here.line);
-    release_to(named.arrived);
-    named.waiting.push_back(current);
-    if (int(named.waiting.size()) < count) return wait(Status::kAtBarrier);
-    const std::vector<Thread*> met = std::move(named.waiting);
-    named.waiting.clear();
-    for (Thread* thread : met) {
-        acquire_for(*thread, named.arrived);
-        if (thread != current) make_ready(*thread);
-    }
+void sync_some(int barrier, int count, Here here) {
+    NumberedBarrier& met = join(barrier, count, here);
+    if (met.waiting.empty()) met.here = here;
+    if (met.here.line != here.line || met.here.file != here.file)
+        fail("divergent barrier: this thread is at %s:%d, others wait at %s:%d", here.file, here.line, met.here.file,
+             met.here.line);
+    met.waiting.push_back(current);
+    if (int(met.arrived.size()) < count) return wait(Status::kAtBarrier);
+    let_go(met);
+}
+
+void arrive_some(int barrier, int count, Here here) {
+    NumberedBarrier& met = join(barrier, count, here);
+    if (int(met.arrived.size()) == count) return let_go(met);
     yield_to_ready();
 }
 

@@ -91,13 +91,14 @@ unsigned char* swizzled_128(unsigned char* address);
 void barrier_init(unsigned long long* barrier, int count, Here here);
 void barrier_arrive(unsigned long long* barrier, int num_bytes, Here here);
 void barrier_wait(unsigned long long* barrier, unsigned parity, Here here);
-void sync_some(int count, Here here);
+void sync_some(int barrier, int count, Here here);
+void arrive_some(int barrier, int count, Here here);
 void fence_stores();
 void copy_box(void* shared, const TensorMap& map, int row, int column, unsigned long long* barrier, Here here);
 
 // a: registers, or null for a_descriptor.
-void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor, uint64_t b_descriptor,
-           bool b_by_rows, bool adds, Here here);
+void wgmma(Number number, float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor,
+           uint64_t b_descriptor, bool b_by_rows, bool adds, Here here);
 void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(int allowed_groups);

@@ -22,6 +22,7 @@ struct Product {
 
     Here here;
     const void* site;
+    Number number;
     int columns;
     bool a_in_registers, b_by_rows, adds;
     uint64_t a, b;  // descriptors
@@ -33,11 +34,12 @@ struct Product {
 };
 using ProductPointer = std::shared_ptr<Product>;
 
-ProductPointer start_product(Here here, const void* site, int columns, bool a_in_registers, bool b_by_rows, bool adds,
-                             uint64_t a, uint64_t b) {
+ProductPointer start_product(Here here, const void* site, Number number, int columns, bool a_in_registers,
+                             bool b_by_rows, bool adds, uint64_t a, uint64_t b) {
     const ProductPointer product = std::make_shared<Product>();
     product->here = here;
     product->site = site;
+    product->number = number;
     product->columns = columns;
     product->a_in_registers = a_in_registers;
     product->b_by_rows = b_by_rows;
@@ -107,13 +109,17 @@ struct Matrix {
     static unsigned char* at(size_t offset) { return swizzled_128(machine.dynamic_shared + offset); }
 };
 
+float to_float(Number number, uint16_t bits) {
+    return number == Number::kBf16 ? bf16_to_float(bits) : half_to_float(bits);
+}
+
 typedef float Numbers __attribute__((vector_size(32), aligned(4)));  // 8 neighbours in a row
 
 // The 8 numbers of 16 bytes, which go to numbers[0], numbers[stride] and so on.
-void read_8(const unsigned char* bytes, float* numbers, int stride) {
+void read_8(Number number, const unsigned char* bytes, float* numbers, int stride) {
     uint16_t bits[8];
     memcpy(bits, bytes, sizeof bits);
-    for (int i = 0; i < 8; ++i) numbers[i * stride] = bf16_to_float(bits[i]);
+    for (int i = 0; i < 8; ++i) numbers[i * stride] = to_float(number, bits[i]);
 }
 
 // Call visit with each 16 bytes that a warp reads.
@@ -153,18 +159,20 @@ void compute(Product& product) {
             for (int i = 0; i < 8; ++i) {
                 const Place place = place_of(thread, i / 4, i % 4);
                 const unsigned pair = product.a_registers[thread][i / 2];
-                a[place.row][place.column] = bf16_to_float(uint16_t(pair >> 16 * (i % 2)));
+                a[place.row][place.column] = to_float(product.number, uint16_t(pair >> 16 * (i % 2)));
             }
     } else {
         const Matrix from(product.a, product.here);
         for (int row = 0; row < kRows; ++row)
-            for (int chunk = 0; chunk < 2; ++chunk) read_8(from.along_k(row, chunk), &a[row][8 * chunk], 1);
+            for (int chunk = 0; chunk < 2; ++chunk) read_8(product.number, from.along_k(row, chunk), &a[row][8 * chunk], 1);
     }
     const Matrix from(product.b, product.here);
     for (int k = 0; k < (product.b_by_rows ? kDepth : 0); ++k)
-        for (int chunk = 0; chunk < product.columns / 8; ++chunk) read_8(from.by_rows(k, chunk), &b[k][8 * chunk], 1);
+        for (int chunk = 0; chunk < product.columns / 8; ++chunk)
+            read_8(product.number, from.by_rows(k, chunk), &b[k][8 * chunk], 1);
     for (int n = 0; n < (product.b_by_rows ? 0 : product.columns); ++n)
-        for (int chunk = 0; chunk < 2; ++chunk) read_8(from.along_k(n, chunk), &b[8 * chunk][n], kMaxColumns);
+        for (int chunk = 0; chunk < 2; ++chunk)
+            read_8(product.number, from.along_k(n, chunk), &b[8 * chunk][n], kMaxColumns);
     for (int row = 0; row < kRows; ++row)
         for (int n = 0; n < product.columns; n += 8) {
             Numbers& sums = *reinterpret_cast<Numbers*>(&product.sums[row][n]);
@@ -217,8 +225,8 @@ void reset_products() {
     registers.assign(threads.size(), 0);
 }
 
-void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor, uint64_t b_descriptor,
-           bool b_by_rows, bool adds, Here here) {
+void wgmma(Number number, float* accumulators, int columns, const unsigned* a, uint64_t a_descriptor,
+           uint64_t b_descriptor, bool b_by_rows, bool adds, Here here) {
     current->here = here;
     const size_t warpgroup = size_t(current->number / kThreads);
     if (warpgroup >= meetings.size()) fail("wgmma at %s:%d in an incomplete warpgroup", here.file, here.line);
@@ -226,8 +234,8 @@ void wgmma(float* accumulators, int columns, const unsigned* a, uint64_t a_descr
         fail("wgmma at %s:%d without a wgmma.fence since the last wait", here.file, here.line);
     Meeting& meeting = meetings[warpgroup];
     if (!meeting.product)
-        meeting.product = start_product(here, __builtin_return_address(0), columns, a != nullptr, b_by_rows, adds,
-                                        a_descriptor, b_descriptor);
+        meeting.product = start_product(here, __builtin_return_address(0), number, columns, a != nullptr, b_by_rows,
+                                        adds, a_descriptor, b_descriptor);
     const ProductPointer product = meeting.product;
     if (product->here.line != here.line || product->here.file != here.file || product->a != a_descriptor ||
         product->b != b_descriptor || product->adds != adds)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import fields
@@ -11,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.process.children import module_argv
 from penstock.serve.upgrade.new_options import BadOptions, changed
+from tests.checkpoints import make_checkpoint
 from tests.serve.serve_process import Serve, Start
 from tests.serve.streams import IMPORTS_TESTS, SLOW, all_choices, bodies, samples
 from tests.system.processes import wait_until
@@ -76,8 +80,22 @@ def test_streams_go_on_with_the_same_text_while_the_backend_is_replaced(start: S
     assert list((tmp_path / "penstock").iterdir()) == []
 
 
-def test_new_backend_finds_the_pages_of_running_streams(start: Start, tmp_path: Path) -> None:
-    serve = start("--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "40MB", "--page-size", "16")
+def make_hybrid(model_dir: Path) -> str:
+    """A model with a state, and the demo model's tokenizer."""
+    for path in DEMO_MODEL_DIR.iterdir():
+        if "token" in path.name or "template" in path.name:
+            shutil.copy(path, model_dir)
+    vocabulary = json.loads((model_dir / "tokenizer.json").read_text())["model"]["vocab"]
+    return str(make_checkpoint("qwen3.5", model_dir, vocab_size=len(vocabulary) + 64))
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["pages", "pages and states"])
+def test_new_backend_finds_the_pages_of_running_streams(
+    start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, *, is_hybrid: bool
+) -> None:
+    hybrid = tmp_path_factory.mktemp("hybrid")
+    model = ("--model", make_hybrid(hybrid), "--served-model-name", "penstock-demo") if is_hybrid else ()
+    serve = start(*model, "--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "40MB", "--page-size", "16")
     serve.wait_until_ready()
     requests = bodies(400)
     with httpx.Client(base_url=f"http://127.0.0.1:{serve.port}", timeout=60) as client:

@@ -16,38 +16,46 @@ __device__ __forceinline__ int acc_row(int i) {
 }
 __device__ __forceinline__ int acc_column(int j, int i) { return j * 8 + int(threadIdx.x % 4) * 2 + i % 2; }
 
-// a [64, 16] and b [128, 16] row by row, in bf16; out [64, 128] += a · bᵀ, twice: in two groups. In shared memory they
-// are the third 32 bytes of their rows.
-extern "C" __global__ void __launch_bounds__(128, 1)
-    multiply_shared(const unsigned short* a, const unsigned short* b, float* out) {
+// a [64, 16] and b [N, 16] row by row, in bf16; out [64, N] += a · bᵀ, twice: in two groups. In shared memory they are
+// the third 32 bytes of their rows.
+template <int N>
+__device__ __forceinline__ void multiply_shared(const unsigned short* a, const unsigned short* b, float* out) {
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *const as = shared, *const bs = shared + 64 * kRowBytes;
     const int row = int(threadIdx.x);
     for (int chunk = 0; chunk < 2; ++chunk) {
         if (row < 64) store_chunk(as, row, 4 + chunk, a + row * 16 + chunk * 8);
-        store_chunk(bs, row, 4 + chunk, b + row * 16 + chunk * 8);
+        if (row < N) store_chunk(bs, row, 4 + chunk, b + row * 16 + chunk * 8);
     }
     fence_stores();
     __syncthreads();
-    float acc[16][4], twice[16][4];
-    for (int j = 0; j < 16; ++j) {
-        for (int i = 0; i < 4; ++i) acc[j][i] = out[acc_row(i) * 128 + acc_column(j, i)], twice[j][i] = 0.0f;
+    float acc[N / 8][4], twice[N / 8][4];
+    for (int j = 0; j < N / 8; ++j) {
+        for (int i = 0; i < 4; ++i) acc[j][i] = out[acc_row(i) * N + acc_column(j, i)], twice[j][i] = 0.0f;
     }
     const unsigned long long first = matrix_descriptor(as, 16, kGroupBytes) + 4;
     const unsigned long long second = matrix_descriptor(bs, 16, kGroupBytes) + 4;
     pin(acc);
     wgmma_fence();
-    wgmma_bf16(acc, first, second, true);
+    wgmma_shared(acc, first, second, true);
     wgmma_commit();
-    wgmma_bf16(twice, first, second, false);
+    wgmma_shared(twice, first, second, false);
     wgmma_commit();
     wgmma_wait<1>();
     pin(acc);
     wgmma_wait<0>();
     pin(twice);
-    for (int j = 0; j < 16; ++j) {
-        for (int i = 0; i < 4; ++i) out[acc_row(i) * 128 + acc_column(j, i)] = acc[j][i] + twice[j][i];
+    for (int j = 0; j < N / 8; ++j) {
+        for (int i = 0; i < 4; ++i) out[acc_row(i) * N + acc_column(j, i)] = acc[j][i] + twice[j][i];
     }
+}
+extern "C" __global__ void __launch_bounds__(128, 1)
+    multiply_shared_64(const unsigned short* a, const unsigned short* b, float* out) {
+    multiply_shared<64>(a, b, out);
+}
+extern "C" __global__ void __launch_bounds__(128, 1)
+    multiply_shared_128(const unsigned short* a, const unsigned short* b, float* out) {
+    multiply_shared<128>(a, b, out);
 }
 
 // a [64, 32] and b [32, N] row by row, in bf16; out [64, N] = a · b.
@@ -75,8 +83,8 @@ __device__ __forceinline__ void multiply_rows(const unsigned short* a, const uns
     const unsigned long long matrix = matrix_descriptor(values, kHalfBytes, kGroupBytes);
     pin(acc);
     wgmma_fence();
-    wgmma_bf16_by_rows(acc, as[0], matrix);
-    wgmma_bf16_by_rows(acc, as[1], matrix + 2 * kGroupBytes / 16);
+    wgmma_by_rows(acc, as[0], matrix);
+    wgmma_by_rows(acc, as[1], matrix + 2 * kGroupBytes / 16);
     wgmma_commit();
     wgmma_wait<0>();
     pin(acc);
@@ -88,6 +96,14 @@ __device__ __forceinline__ void multiply_rows(const unsigned short* a, const uns
 extern "C" __global__ void __launch_bounds__(128, 1)
     multiply_64(const unsigned short* a, const unsigned short* b, float* out) {
     multiply_rows<64>(a, b, out);
+}
+extern "C" __global__ void __launch_bounds__(128, 1)
+    multiply_80(const unsigned short* a, const unsigned short* b, float* out) {
+    multiply_rows<80>(a, b, out);
+}
+extern "C" __global__ void __launch_bounds__(128, 1)
+    multiply_96(const unsigned short* a, const unsigned short* b, float* out) {
+    multiply_rows<96>(a, b, out);
 }
 extern "C" __global__ void __launch_bounds__(128, 1)
     multiply_128(const unsigned short* a, const unsigned short* b, float* out) {
@@ -118,8 +134,22 @@ extern "C" __global__ void __launch_bounds__(128, 1)
             for (int i = int(threadIdx.x); i < box_rows * kRowBytes; i += 64) {
                 out[turn * box_rows * kRowBytes + i] = shared[i];
             }
-            sync_some<64>();
+            sync_some<64>(1);
             barrier_arrive(empty);
         }
+    }
+}
+
+// Warps take turns to note that it is theirs: out [8] becomes the warps' numbers, twice.
+extern "C" __global__ void __launch_bounds__(128, 1) take_turns(int* out) {
+    extern __shared__ int place[];
+    const int warp = int(threadIdx.x / 32);
+    if (threadIdx.x == 0) *place = 0;
+    __syncthreads();
+    if (warp == 3) arrive_some<64>(4);
+    for (int turn = 0; turn < 2; ++turn) {
+        sync_some<64>(4 + warp);
+        if (threadIdx.x % 32 == 0) out[(*place)++] = warp;
+        if (turn == 0 || warp < 3) arrive_some<64>(4 + (warp + 1) % 4);
     }
 }

@@ -147,23 +147,20 @@ def hopper_kernel(entry: str, shared_bytes: int) -> Kernel:
     return Kernel(str(HOPPER_SOURCE), entry, (), 128, shared_bytes, needs_wgmma=True)
 
 
-def check_product_from_shared(launcher: Launcher) -> None:
+def check_product_from_shared(launcher: Launcher, columns: int) -> None:
     """Check that the product is added to the accumulators, or replaces them."""
-    a, b, start = (
-        _random_bf16(64, 16),
-        _random_bf16(128, 16),
-        torch.randn(64, 128, generator=torch.Generator().manual_seed(1)),
-    )
+    a, b = _random_bf16(64, 16), _random_bf16(columns, 16)
+    start = torch.randn(64, columns, generator=torch.Generator().manual_seed(1))
     result = start.clone()
-    kernel = hopper_kernel("multiply_shared", (64 + 128) * _BOX_ROW_BYTES)
+    kernel = hopper_kernel(f"multiply_shared_{columns}", (64 + columns) * _BOX_ROW_BYTES)
     _launch(launcher, kernel, 1, a.view(torch.int16), b.view(torch.int16), result)
-    require_close("wgmma.m64n128k16", result, start.double() + 2 * a.double() @ b.double().T, 1e-5, 1e-5)
+    require_close(f"wgmma.m64n{columns}k16", result, start.double() + 2 * a.double() @ b.double().T, 1e-5, 1e-5)
 
 
 def check_product_by_rows(launcher: Launcher, columns: int) -> None:
     """Check two products in a row on the same accumulators, with a in registers and b by rows."""
     a, b, result = _random_bf16(64, 32), _random_bf16(32, columns), torch.full((64, columns), torch.nan)
-    kernel = hopper_kernel(f"multiply_{columns}", 32 * 2 * columns)
+    kernel = hopper_kernel(f"multiply_{columns}", 32 * _BOX_ROW_BYTES * -(-columns // BOX_COLUMNS))
     _launch(launcher, kernel, 1, a.view(torch.int16), b.view(torch.int16), result)
     require_close(f"wgmma.m64n{columns}k16", result, a.double() @ b.double(), 1e-5, 1e-5)
 
@@ -185,6 +182,12 @@ def check_box(launcher: Launcher, row: int, column: int) -> None:
     require_same_bits("cp.async.bulk.tensor", result, swizzled.reshape(1, -1).expand(3, -1))
 
 
+def check_turns(launcher: Launcher) -> None:
+    order = torch.full((8,), -1, dtype=torch.int32)
+    _launch(launcher, hopper_kernel("take_turns", 4), 1, order)
+    require_same_bits("bar.arrive", order, torch.arange(4, dtype=torch.int32).repeat(2))
+
+
 WRAPPERS: dict[str, Callable[[Launcher], None]] = {
     "mma.bf16": partial(check_product, dtype=torch.bfloat16),
     "mma.f16": partial(check_product, dtype=torch.float16),
@@ -202,9 +205,9 @@ WRAPPERS: dict[str, Callable[[Launcher], None]] = {
 
 
 HOPPER_WRAPPERS: dict[str, Callable[[Launcher], None]] = {
-    "wgmma.shared": check_product_from_shared,
-    "wgmma.rows.64": partial(check_product_by_rows, columns=64),
-    "wgmma.rows.128": partial(check_product_by_rows, columns=128),
+    **{f"wgmma.shared.{n}": partial(check_product_from_shared, columns=n) for n in (64, 128)},
+    **{f"wgmma.rows.{n}": partial(check_product_by_rows, columns=n) for n in (64, 80, 96, 128)},
+    "turns": check_turns,
     "box": partial(check_box, row=5, column=64),
     "box.first_rows": partial(check_box, row=-3, column=0),
     "box.last_rows": partial(check_box, row=30, column=96),

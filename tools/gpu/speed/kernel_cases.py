@@ -229,6 +229,7 @@ def _prefill(sizes: KernelSizes, history: int, num_tokens: int, kv_dtype: str, c
         heads.head_dim**-0.5,
         choices=context.choices,
         has_wgmma=device.compute_capability == WGMMA_CAPABILITY,
+        num_sms=device.num_sms,
     )
     device.launcher.prepare(attention.kernels())
     qkv = torch.randn(num_tokens, heads.qkv_size, device=context.torch_device).bfloat16()
@@ -337,7 +338,8 @@ def _product(sizes: KernelSizes, form: str, num_rows: int, context: DeviceContex
 def _experts(sizes: KernelSizes, num_tokens: int, context: DeviceContext) -> PreparedCase:
     """All of a layer's experts: routes, groups, products, sums. Only the time is recorded."""
     experts, hidden, device = sizes.experts, sizes.expert_hidden, context.torch_device
-    launcher, matmul = context.device.launcher, WholeMatmul()
+    launcher = context.device.launcher
+    matmul = WholeMatmul(grouped_rows=context.choices.grouped_rows)
     elementwise = _elementwise(sizes, "bf16", context)
     products = QuantizedProducts(launcher, device, torch.bfloat16, num_tokens, matmul)
     ops = CudaExpertOps(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
-from penstock.backend.passes.cuda.ops.row_products import ROW_DTYPE, RowProducts
+from penstock.backend.passes.cuda.ops.row_products import CLAIMING_BLOCKS, ROW_DTYPE, RowProducts
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.gpu.speed.kernel_cases import PAGE_TOKENS, KernelCase, KernelSizes, PreparedCase
@@ -91,7 +91,7 @@ def _layout(sizes: KernelSizes, num_rows: int) -> CacheLayout:
 def _products(sizes: KernelSizes, num_rows: int, context: DeviceContext) -> RowProducts:
     made = RowProducts(
         context.device.launcher, context.torch_device, sizes.heads, sizes.hidden, sizes.heads.head_dim, 1e-5,
-        _layout(sizes, num_rows),
+        _layout(sizes, num_rows), CLAIMING_BLOCKS * context.device.num_sms * context.choices.claimed_products,
     )  # fmt: skip
     context.device.launcher.prepare(made.kernels([None]))
     return made

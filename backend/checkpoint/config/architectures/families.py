@@ -97,6 +97,8 @@ class Family:
     experts: Callable[[HfConfig], ExpertLayers | None] = no_experts
     delta_net: Callable[[HfConfig], DeltaNet | None] = attention_alone
     gated_attention: bool = False
+    mtp_layers: int | None = None
+    """Default of mtp_num_hidden_layers; None if such layers are not read."""
     key_defaults: dict[str, int] = field(default_factory=dict)
     """Values of keys that HfConfig requires and files may omit."""
     variations: Callable[[HfConfig, int, int], dict[str, Any]] = _no_variations
@@ -224,6 +226,7 @@ _QWEN35 = Family(
     qk_norm=_qk_norm("head"),
     norm_offset=1.0,
     gated_attention=True,
+    mtp_layers=0,
     delta_net=delta_layers,
     head_dim=256,
     partial_rotary_factor=0.25,
@@ -251,7 +254,7 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(
         windows=windows_of_even_first_layers, biases="qkv if qkv_bias", experts=qwen2_experts
     ),
-    "Qwen3NextForCausalLM": replace(_QWEN35, names=_QWEN3_NEXT_NAMES, experts=qwen3_next_experts),
+    "Qwen3NextForCausalLM": replace(_QWEN35, names=_QWEN3_NEXT_NAMES, experts=qwen3_next_experts, mtp_layers=1),
     "Qwen3_5ForCausalLM": _QWEN35,
     "Qwen3_5MoeForCausalLM": replace(_QWEN35, experts=qwen35_experts, key_defaults={"intermediate_size": 512}),
     "MixtralForCausalLM": Family(

@@ -101,6 +101,9 @@ class HfConfig(Struct, frozen=True):
     separate_gates: bool = False
     """Gates of results have their own tensor although the architecture stores them with keys and values."""
 
+    mtp_num_hidden_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)] | None = None
+    mtp_use_dedicated_embeddings: bool = False
+
     global_head_dim: _HeadDim | None = None
     num_global_key_value_heads: _Heads | None = None
     has_layer_config: bool = False

@@ -16,7 +16,8 @@ from torch.nn import functional
 from penstock.backend.checkpoint.config.decoder_config import DeltaNet
 from penstock.backend.forward_pass import StepBatch
 from penstock.backend.passes.cpu.in_torch.torch_linear import PackedLinear
-from penstock.backend.passes.ops.interface import DeltaNetWeights, Step
+from penstock.backend.passes.ops.interface import Step
+from penstock.backend.passes.ops.state_ops import DeltaNetWeights
 
 _LENGTH_EPS = 1e-6
 
@@ -65,11 +66,11 @@ class TorchDeltaNetOps:
         self._layers.append(layer)
         return layer
 
-    def create_states(self, num_slots: int) -> None:
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:  # noqa: ARG002 - drafts are not verified
         net = self.settings
         for layer in self._layers:
-            layer.states = torch.zeros(num_slots, net.num_value_heads, net.key_dim, net.value_dim)
-            layer.inputs = torch.zeros(num_slots, net.num_channels, net.conv_width - 1)
+            layer.states = torch.zeros(num_states, net.num_value_heads, net.key_dim, net.value_dim)
+            layer.inputs = torch.zeros(num_states, net.num_channels, net.conv_width - 1)
 
     @property
     def states(self) -> list[NDArray[np.float32]]:

@@ -138,6 +138,8 @@ class TorchOps:
             self._config.experts, self._dtype, self._product, self._grouped_product, self._activate, self._sigmoid
         )
 
+    mtp = None
+
     @property
     def delta_net(self) -> TorchDeltaNetOps | None:
         return self._delta_net

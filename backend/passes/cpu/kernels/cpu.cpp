@@ -20,6 +20,7 @@
 //   rows/experts.h               mixtures of experts
 //   rows/layer_inputs.h          inputs of layers
 //   rows/delta_net.h             the gated delta rule
+//   rows/mtp.h                   the head that predicts the token after the next one
 //   attention/paged_cache.h      the layout of the paged KV cache
 //   attention/block_cursor.h     where blocks of 64 positions lie in a row's pages
 //   attention/block_products.h   the products of a block on vectors
@@ -46,7 +47,7 @@ Engine& as_engine(void* engine) { return *static_cast<Engine*>(engine); }
 
 extern "C" {
 
-int ps_abi() { return 22; }
+int ps_abi() { return 23; }
 
 // Asks the system for the tile registers. Returns 0 if products may use them, an errno if it refuses, and -1 if this
 // library has no code for them.

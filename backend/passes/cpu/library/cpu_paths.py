@@ -21,10 +21,6 @@ class KernelBuild:
     """Another source than kernels/cpu.cpp."""
 
 
-STEP_BUILD = KernelBuild("step", (), Path(__file__).parents[2] / "cuda/kernels/step/pack_step.cpp")
-"""What the host does for a step on a GPU, for any CPU."""
-
-
 @dataclass(frozen=True, slots=True)
 class CpuPath:
     name: str

@@ -22,22 +22,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.progress import waiting_bar
+from penstock.backend.passes.cpu.library.cpu_paths import KernelBuild
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cpu.library.cpu_paths import KernelBuild
 
 logger = logging.getLogger("penstock.backend")
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "cpu.cpp"
 COMPILED_DIR = Path(__file__).parents[1] / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
-ABI = 22
+ABI = 23
+STEP_BUILD = KernelBuild(
+    "step", (f"-DPS_ABI={ABI}",), Path(__file__).parents[2] / "cuda/kernels/step/pack_step.cpp"
+)  # fmt: skip
+"""What the host does for a step on a GPU, for any CPU."""
 
 _UNTIL_END_OF_INPUT = 'exec 3<&0; { read -r _ <&3; kill 0; } & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
 """Runs a command, and ends its process group when the input's other end closes."""

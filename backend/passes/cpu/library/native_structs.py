@@ -68,6 +68,8 @@ class OperationKind(IntEnum):
     TAKE_STREAM = 20
     END_STREAM = 21
     CUT_GATES = 22
+    MTP_INPUTS = 23
+    KEEP_GIVEN = 24
 
 
 class AddNorm(IntEnum):
@@ -223,6 +225,7 @@ class Attention(Structure):
         ("v_norm", c_void_p),
         ("sinks", c_void_p),
         ("window", c_int64),
+        ("first_key", c_int64),
         ("query_rope", c_int64),
         ("key_rope", c_int64),
         ("group", c_int64),
@@ -247,14 +250,8 @@ class LayerInputs(Structure):
 
 class DeltaNet(Structure):
     _fields_ = (
-        ("conv", c_void_p),
-        ("bias", c_void_p),
-        ("decays", c_void_p),
-        ("norm", c_void_p),
-        ("states", c_void_p),
-        ("inputs", c_void_p),
-        ("gates", c_void_p),
-        ("mixed", c_void_p),
+        *((name, c_void_p) for name in ("conv", "bias", "decays", "norm", "states", "inputs", "gates", "mixed")),
+        ("first_spare", c_int64),
         ("key_heads", c_int64),
         ("value_heads", c_int64),
         ("key_dim", c_int64),

@@ -14,6 +14,9 @@ import math
 import os
 from pathlib import Path
 
+SPIN_S = 50e-6
+"""How long a kernel thread spins for the next operation before it sleeps: longer than the gaps within a step, shorter
+than those between steps."""
 _LEAST_OPENBLAS_TIMEOUT = "4"
 """The base-2 logarithm of cycles."""
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")

@@ -40,8 +40,9 @@ from penstock.backend.passes.shared_weights.blocks import (
 )
 from penstock.backend.passes.shared_weights.packed_file import PackedFile
 from penstock.backend.passes.shared_weights.sealed_manifest import DATA_PLACE, finish
+from penstock.backend.passes.shared_weights.sharing import find_shared
 from penstock.process.private_directory import UnsafeDirectory
-from penstock.shm.memory.fd_mailbox import FdMailbox
+from penstock.shm.memory.fd_mailbox import FdMailbox, close_all
 
 logger = logging.getLogger("penstock.backend")
 
@@ -267,9 +268,21 @@ def fingerprint(model_dir: Path, options: PassOptions, path: CpuPath) -> str:
     return packing_fingerprint(model_dir, _settings(options, path))
 
 
+def mapped_bytes(model_dir: Path, options: PassOptions, path: CpuPath) -> int:
+    """Size of the weights in options.weights_fds that a pass with these options would map."""
+    if options.weights_fds is None:
+        return 0
+    with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
+        fds = find_shared(mailbox, fingerprint(model_dir, options, path), CpuMemories(create_memfd))
+    try:
+        return sum(os.fstat(fd).st_size for fd in fds)
+    finally:
+        close_all(fds)
+
+
 def _settings(options: PassOptions, path: CpuPath) -> tuple[object, ...]:
     """The options that determine what is packed, and how."""
-    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles
+    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles, options.guesses_tokens
 
 
 def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> PackedFile | None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.cuda.step.step_rows import CudaStep
-from penstock.backend.passes.ops.interface import DeltaNetWeights, Linear
+from penstock.backend.passes.ops.interface import Linear
+from penstock.backend.passes.ops.state_ops import DeltaNetWeights
 
 KEY_DIMS = (64, 128)
 NUM_LAUNCHES = 4
@@ -118,12 +119,12 @@ class CudaDeltaNetOps:
         self._layers.append(layer)
         return layer
 
-    def create_states(self, num_slots: int) -> None:
+    def create_states(self, num_states: int, num_spares: int = 0) -> None:  # noqa: ARG002 - drafts are not verified
         net = self._net
         for layer in self._layers:
-            shape = num_slots, net.num_value_heads, net.value_dim, net.key_dim
+            shape = num_states, net.num_value_heads, net.value_dim, net.key_dim
             layer.states = torch.zeros(shape, device=self._device)
-            layer.inputs = torch.zeros(num_slots, net.conv_width - 1, net.num_channels, device=self._device)
+            layer.inputs = torch.zeros(num_states, net.conv_width - 1, net.num_channels, device=self._device)
 
     @property
     def states(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,11 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.prefill_attention import cut_tiles, query_rows, shared_bytes
+from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 
-ENCODER_HEAD_DIMS = (32, 64)
-"""Head sizes of nearly all published encoders."""
+MAX_HEAD_DIM = 128
+_HEAD_UNIT = 8
+PUBLISHED_HEAD_DIMS = (32, 64, 128)
+"""Head sizes of nearly all published encoders, whose kernels are listed; others are compiled when they are needed."""
+_SMALL_TILES = replace(CONSTANTS, query_rows=64)
+"""Beyond heads of 64 values larger tiles spill registers."""
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Supported dtypes of queries, keys and values, and their names."""
 
@@ -27,7 +32,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 def kernels() -> Iterator[Kernel]:
     """Yield every instantiation."""
     for dtype in DTYPES:
-        for head_dim in ENCODER_HEAD_DIMS:
+        for head_dim in PUBLISHED_HEAD_DIMS:
             yield _kernel(dtype, head_dim)
 
 
@@ -43,8 +48,8 @@ class EncoderAttention:
     kernel: Kernel = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.head_dim not in ENCODER_HEAD_DIMS:
-            raise ValueError(f"head_dim is {self.head_dim}; it must be one of {', '.join(map(str, ENCODER_HEAD_DIMS))}")
+        if (reason := unsupported_head(self.head_dim)) is not None:
+            raise ValueError(reason)
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}; it must be one of {', '.join(DTYPES.values())}")
         if not (math.isfinite(self.scale) and self.scale > 0):
@@ -57,7 +62,8 @@ class EncoderAttention:
         Raises ValueError if a launch cannot have that many tiles.
         """
         contexts = np.zeros(len(row_starts) - 1, np.int32)
-        return cut_tiles(row_starts, contexts, 1, query_rows(DTYPES[self.dtype], self.head_dim))
+        num_rows = query_rows(DTYPES[self.dtype], self.head_dim, _choices(self.head_dim))
+        return cut_tiles(row_starts, contexts, 1, num_rows)
 
     def attend(
         self,
@@ -96,8 +102,22 @@ class EncoderAttention:
 
 def _kernel(dtype: torch.dtype, head_dim: int) -> Kernel:
     name = DTYPES[dtype]
-    macros = (("KV_DTYPE", KV_MACRO[name]), ("HEAD_DIM", head_dim))
-    num_bytes = shared_bytes(name, head_dim)
+    macros: tuple[tuple[str, int], ...] = (("KV_DTYPE", KV_MACRO[name]), ("HEAD_DIM", head_dim))
+    choices = _choices(head_dim)
+    num_bytes = shared_bytes(name, -(-head_dim // 16) * 16, choices)
     if name == "fp32":
         return Kernel("prefill/encoder_attention_fp32.cu", "encoder_attention_fp32", macros, 256, num_bytes)
+    if choices != CONSTANTS:
+        macros = (*macros, ("QUERY_ROWS", choices.query_rows))
     return Kernel("prefill/encoder_attention.cu", "encoder_attention", macros, 128, num_bytes)
+
+
+def _choices(head_dim: int) -> KernelChoices:
+    return CONSTANTS if head_dim <= 64 else _SMALL_TILES
+
+
+def unsupported_head(head_dim: int) -> str | None:
+    """Return why no kernel supports the size, or None."""
+    if head_dim % _HEAD_UNIT == 0 and 0 < head_dim <= MAX_HEAD_DIM:
+        return None
+    return f"head_dim is {head_dim}; it must be a multiple of {_HEAD_UNIT}, at most {MAX_HEAD_DIM}"

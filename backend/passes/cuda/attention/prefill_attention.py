@@ -28,7 +28,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
     whole_tiles,
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
-from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, TensorMap, int32
+from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, TensorMap, int32
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import supports_q8_0
@@ -51,7 +51,8 @@ def kernels() -> Iterator[Kernel]:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
                 yield _attention(kv_dtype, head_dim)
-    yield from _wgmma_kernels("bf16").values()
+                if _has_wgmma_kernel(kv_dtype, head_dim):
+                    yield _wgmma_kernel(kv_dtype, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class PrefillAttention:
 
     scale, above 0, multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
     and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. has_wgmma: the device is of
-    WGMMA_CAPABILITY. Raises ValueError for what no kernel supports.
+    WGMMA_CAPABILITY; it has num_sms multiprocessors. Raises ValueError for what no kernel supports.
     """
 
     layout: CacheLayout
@@ -70,6 +71,7 @@ class PrefillAttention:
     softcap: float = 0.0
     choices: KernelChoices = CONSTANTS
     has_wgmma: bool = False
+    num_sms: int = 132
 
     kernel: Kernel = field(init=False)
     _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
@@ -88,8 +90,8 @@ class PrefillAttention:
             np.float32(self.softcap),
         )
         kernel = _attention(layout.kv_dtype, layout.head_dim, self.choices)
-        if self.has_wgmma and self.choices.uses_wgmma:
-            kernel = _wgmma_kernels(layout.kv_dtype).get(layout.head_dim, kernel)
+        if self.has_wgmma and self.choices.uses_wgmma and _has_wgmma_kernel(layout.kv_dtype, layout.head_dim):
+            kernel = _wgmma_kernel(layout.kv_dtype, layout.head_dim)
         object.__setattr__(self, "kernel", kernel)
         object.__setattr__(self, "_scalars", scalars)
         object.__setattr__(self, "_maps", {})
@@ -110,7 +112,7 @@ class PrefillAttention:
             max_parts(layout.num_kv_heads) if is_cut else 0,
             self.num_heads,
             layout.num_kv_heads,
-            self._tile_rows,
+            self.tile_rows,
             layout.head_dim,
         )
 
@@ -128,17 +130,19 @@ class PrefillAttention:
         query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries per KV
         head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
-        tiles, last_positions = _tiles_and_ends(query_starts, context_lens, self._group, self._tile_rows, first_row)
+        tiles, last_positions = _tiles_and_ends(query_starts, context_lens, self._group, self.tile_rows, first_row)
         if not self._has_segments:
             return whole_tiles(tiles)
         return cut_segments(tiles, last_positions, self.layout.num_kv_heads)
 
     def captured_tiles(self, num_tokens: int) -> int:
         """Return the number of tiles in a captured step of num_tokens."""
-        return -(-num_tokens * self._group // self._tile_rows) + _SPARE_TILES
+        return -(-num_tokens * self._group // self.tile_rows) + _SPARE_TILES
 
     @property
-    def _tile_rows(self) -> int:
+    def tile_rows(self) -> int:
+        if self.kernel.needs_wgmma:
+            return _WGMMA_QUERY_ROWS
         return query_rows(self.layout.kv_dtype, self.layout.head_dim, self.choices)
 
     @property
@@ -166,9 +170,15 @@ class PrefillAttention:
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
+        num_kv_heads, num_tiles = self.layout.num_kv_heads, tiles.numel() // 4
+        grid: Grid = (num_kv_heads, num_tiles, 1)
+        counts: tuple[np.int32, ...] = ()
+        if self.kernel.needs_wgmma:
+            num_tasks = num_kv_heads * num_tiles
+            grid, counts = (min(self.num_sms, num_tasks), 1, 1), (int32(num_kv_heads), int32(num_tasks))
         launcher.launch(
             self.kernel,
-            (self.layout.num_kv_heads, tiles.numel() // 4, 1),
+            grid,
             out,
             qkv,
             self._cache_argument(layer_cache),
@@ -183,10 +193,11 @@ class PrefillAttention:
             int32(qkv.shape[1] // self.layout.head_dim),
             int32(page_table.shape[1]),
             *self._scalars,
+            *counts,
         )
 
     def _cache_argument(self, layer_cache: Tensor) -> Tensor | TensorMap:
-        if not self.kernel.needs_wgmma:
+        if not self.kernel.needs_wgmma or self.layout.kv_dtype != "bf16":
             return layer_cache
         address = layer_cache.data_ptr()
         found = self._maps.get(address)
@@ -270,25 +281,30 @@ def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS)
     return Kernel("prefill/prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)
 
 
-def _wgmma_kernels(kv_dtype: str) -> dict[int, Kernel]:
-    """Return the kernels with products of warpgroups, by head size."""
-    if kv_dtype != "bf16":
-        return {}
-    return {
-        head_dim: Kernel(
-            "prefill/prefill_attention_wgmma.cu",
-            "prefill_attention_wgmma",
-            (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim)),
-            384,
-            _wgmma_shared_bytes(head_dim),
-            needs_wgmma=True,
-        )
-        for head_dim in (64, 128)
-    }
+def _has_wgmma_kernel(kv_dtype: str, head_dim: int) -> bool:
+    """Beside heads of 256 there are not enough registers to convert quantised numbers without spills."""
+    return kv_dtype == "bf16" or (kv_dtype != "fp32" and head_dim <= 128)
 
 
-def _wgmma_shared_bytes(head_dim: int) -> int:
-    """Return the size of the kernel's struct Shared: the queries, a ring of 4 tiles of 128 tokens with 9 barriers, the
-    queries' positions, and a flag; a multiple of 8."""
-    num_rows = query_rows("bf16", head_dim)
-    return (num_rows + 4 * 128) * head_dim * 2 + 9 * 8 + 4 * num_rows + 8
+def _wgmma_kernel(kv_dtype: str, head_dim: int) -> Kernel:
+    """Return the kernel with products of warpgroups."""
+    macros = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
+    shared_bytes = _wgmma_shared_bytes(kv_dtype, head_dim)
+    source = "prefill/prefill_attention_wgmma.cu"
+    return Kernel(source, "prefill_attention_wgmma", macros, 384, shared_bytes, needs_wgmma=True)
+
+
+_WGMMA_QUERY_ROWS = 128
+
+
+def _wgmma_shared_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Return the size of the kernel's struct Shared: queries of two tasks, or of one; a ring of tiles, which has two
+    barriers a tile and another one; quantised numbers of two tiles, with the scale of each 16; barriers, a number and
+    positions for each task; and a flag. A multiple of 8."""
+    tile_tokens, num_tasks = (128, 2) if head_dim <= 128 else (64, 1)
+    ring_tiles = 3 if kv_dtype == "q8_0" and head_dim > 64 else 4
+    row_bytes = 128 * -(-head_dim // 64)
+    item_bytes = tile_tokens * head_dim // 16 * {"bf16": 0, "q8_0": 16 + 4, "fp8": 16}[kv_dtype]
+    task_bytes = _WGMMA_QUERY_ROWS * (row_bytes + 4) + 3 * 8 + 4
+    ring_bytes = ring_tiles * (tile_tokens * row_bytes + 2 * 8) + 8
+    return -(-(num_tasks * task_bytes + ring_bytes + 2 * item_bytes + 4) // 8) * 8

@@ -40,7 +40,8 @@ class PrefillWorkspace:
     part_peaks: Tensor
     """[max_parts, num_kv_heads, rows of a tile, 2]."""
     tickets: Tensor
-    """int32 [max_parts, num_kv_heads]; counts a tile's finished segments, and is 0 between launches."""
+    """int32 [1 + max_parts * num_kv_heads]: counters, 0 between launches. With wgmma the first counts tasks, and the
+    others finished segments of each tile and head; else segments are counted from the first on."""
 
 
 class WorkspaceSizes(NamedTuple):
@@ -63,14 +64,14 @@ class WorkspaceSizes(NamedTuple):
             merged_peaks=zeros(self.max_tokens, self.num_heads, 2),
             part_sums=zeros(*part_rows, self.head_dim),
             part_peaks=zeros(*part_rows, 2),
-            tickets=zeros(self.max_parts, self.num_kv_heads, dtype=torch.int32),
+            tickets=zeros(1 + self.max_parts * self.num_kv_heads, dtype=torch.int32),
         )
 
     @property
     def num_bytes(self) -> int:
         parts = self.max_parts * self.num_kv_heads
         rows = self.max_tokens * self.num_heads + parts * self.tile_rows
-        return 4 * (rows * (self.head_dim + 2) + parts)
+        return 4 * (rows * (self.head_dim + 2) + 1 + parts)
 
 
 def max_parts(num_kv_heads: int) -> int:

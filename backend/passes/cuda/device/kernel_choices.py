@@ -55,6 +55,12 @@ class KernelChoices:
     rounded_rows: int = 257
     """Fewest rows that get 8 bits, where a checkpoint or --quantize fp8 asks for it. 257 is more than a captured step
     has: not measured is whether a library allocates memory for such products while a step is captured."""
+    grouped_rows: int = 0
+    """Fewest rows whose bf16 experts are grouped products of torch; 0: none. More than a captured decode step has: the
+    library allocates memory."""
+    claimed_products: int = 0
+    """1: in steps of up to four rows blocks claim tiles of gate and up, and of logits; 0: a block for each. The same
+    bits."""
     whole_products: int = 0
     """1: with --deterministic a product has all rows at once, where the GPU was found to give each row the bits that it
     has alone; 0: blocks of rows."""
@@ -81,6 +87,7 @@ class KernelChoices:
                 "small product rows": choices.small_product_rows,
                 "quantised rows": choices.quantised_rows,
                 "rounded rows": choices.rounded_rows,
+                "grouped rows": choices.grouped_rows,
                 "whole products": choices.whole_products,
             }
             for choices in (self, CONSTANTS)
@@ -113,6 +120,8 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "small_product_rows": _PRODUCT_ROWS,
     "quantised_rows": (16, 24, 32, 40, 48, 64),
     "rounded_rows": (17, 33, 65, 129, 257),
+    "grouped_rows": (0, 257, 513, 1025, 2049),
+    "claimed_products": (0, 1),
     "whole_products": (0, 1),
 }
 

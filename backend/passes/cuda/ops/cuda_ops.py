@@ -105,7 +105,7 @@ class CudaOps(DeviceWeights):
                 config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts, lambda: self._elementwise,
                 lambda: self._buffers.input_ids, self._embed_rows, self.norm, self.linear_add, self._multiply,
             )  # fmt: skip
-        self.delta_net = None
+        self.delta_net = self.mtp = None
         if (net := config.delta_net) is not None:
             self.delta_net = CudaDeltaNetOps(
                 self._launcher, device.torch_device, config, net, dtype, max_tokens, num_rows, self.vector,

@@ -1,7 +1,8 @@
 """Mixtures of experts on the device: routing, groups, products and sums. No wait, and no loop over experts.
 
 A pair is a token and one of its experts. The kernels group a step's pairs by expert; a group's rows are multiplied in
-tiles, each with the weight of its expert. The host knows only how many tiles there may be.
+tiles, each with the weight of its expert. The host knows only how many tiles there may be. Many rows of bf16 may be
+multiplied by torch instead (`Matmul.grouped_rows`).
 """
 
 from __future__ import annotations
@@ -127,11 +128,13 @@ def expert_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int, mat
     if config.experts.biased:
         numbers += config.experts.count * (1 + 2 * config.experts.width + config.hidden_size)
     wide = sum(config.layer_has_experts) * numbers * (4 - dtype.itemsize)
+    if 0 < matmul.grouped_rows <= max_tokens:  # a product's results, before they are copied
+        wide += max_tokens * config.experts.per_token * max(2 * config.experts.width, config.hidden_size) * 2
     return wide + sum(rows * width * of.itemsize for rows, width, of in shapes.values())
 
 
 class CudaExpertOps:
-    """Implements `ExpertOps`. No step allocates."""
+    """Implements `ExpertOps`. No step allocates, but for grouped products."""
 
     def __init__(
         self,
@@ -249,6 +252,12 @@ class CudaExpertOps:
         count, tokens, ends = self._experts.count, self._buffers.tokens, self._buffers.ends
         if not isinstance(weight, torch.Tensor):
             self._quantized.multiply_experts(x, weight, count, tokens, ends, out, gathers=gathers)
+            return
+        if 0 < self._matmul.grouped_rows <= len(out) // self._experts.per_token and weight.dtype == torch.bfloat16:
+            if gathers:  # the memory of the next product's results is free
+                gathered = self._buffers.results[: len(out)]
+                x = torch.index_select(x, 0, tokens.view(-1)[: len(out)], out=gathered)
+            out.copy_(torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends.view(-1)))
             return
         _, outputs, inputs = weight.shape
         self._launcher.launch(

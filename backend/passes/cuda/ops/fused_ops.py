@@ -25,6 +25,7 @@ from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
 from penstock.backend.passes.cuda.ops.matmul import Matmul
 from penstock.backend.passes.cuda.ops.packed_weights import CudaQuantizedLinear
 from penstock.backend.passes.cuda.ops.row_products import (
+    CLAIMING_BLOCKS,
     HEAD_DIM_UNIT,
     MAX_ROWS,
     ROW_DTYPE,
@@ -75,15 +76,16 @@ def make_ops(
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
     adapters: CudaAdapters | None = None,
+    claims_products: bool = False,
 ) -> CudaOps:
-    """Return the operations of a model. product_rows is the setting of `FusedCudaOps`; the other arguments are those of
-    `CudaOps`."""
+    """Return the operations of a model. product_rows and claims_products are settings of `FusedCudaOps`; the other
+    arguments are those of `CudaOps`."""
     ops = (FusedCudaOps if fuses(config, dtype, matmul) else CudaOps)(
         device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory,
         adapters=adapters,
     )  # fmt: skip
     if isinstance(ops, FusedCudaOps):
-        ops.product_rows = product_rows
+        ops.product_rows, ops.claims_products = product_rows, claims_products
     return ops
 
 
@@ -112,6 +114,8 @@ class FusedCudaOps(CudaOps):
     product_rows = MAX_ROWS
     """Most rows of a fused step if no linear is quantised: with more, the library's products may be faster. Quantised
     products have no library, so they always take MAX_ROWS."""
+    claims_products = False
+    """Whether blocks claim tiles of products of few rows."""
     _fuses_step = False
 
     def pack_linear(
@@ -135,6 +139,7 @@ class FusedCudaOps(CudaOps):
         self._products = RowProducts(
             self._launcher, self._device.torch_device, head_shape(config), config.hidden_size,
             config.rope.rotary_dim, config.norm_eps, layout,
+            CLAIMING_BLOCKS * self._device.num_sms if self.claims_products else 0,
         )  # fmt: skip
 
     def kernels(self) -> Iterator[Kernel]:

@@ -44,6 +44,10 @@ class Matmul(Protocol):
         """
 
     @property
+    def grouped_rows(self) -> int:
+        """The fewest rows whose experts are grouped products of torch; 0: none."""
+
+    @property
     def is_invariant(self) -> bool:
         """Whether all products of a weight use one kernel, so that a row has the same bits in any batch."""
 
@@ -64,6 +68,7 @@ class WholeMatmul:
 
     kernel_rows: int = CONSTANTS.quantised_rows
     is_invariant: bool = False
+    grouped_rows: int = CONSTANTS.grouped_rows
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
@@ -93,6 +98,7 @@ class BlockedMatmul:
     """
 
     kernel_rows = sys.maxsize
+    grouped_rows = 0
     is_invariant = True
 
     def __init__(self, block_rows: int = BLOCK_ROWS) -> None:

@@ -34,6 +34,14 @@ _RING_BYTES_OF_OUTPUT = 8 * 6 * 64
 """Ring of product_stream.cuh: warps, chunks of each, bytes of a chunk."""
 _OUTPUT_TILES = (32, 16)
 _NUM_UNUSED = 4
+_CLAIMING_ROWS = 8
+"""kStreamRows of kernels whose blocks claim tiles."""
+_SUMS_BYTES = 2 * 8 * _CLAIMING_ROWS * (16 + 4) * 4
+"""Their sums of two tiles: warps, rows, outputs and a gap, fp32."""
+CLAIMING_BLOCKS = 2
+"""Of a multiprocessor."""
+_CHUNKS_AHEAD = 5
+"""Chunks of each warp that are under way; such a kernel needs as many of a tile's."""
 _FEW_OUTPUTS = 4096
 """Below it tiles have 16 outputs: 32 would leave most of a GPU's multiprocessors without a block."""
 _FEW_ROWS = 4
@@ -52,6 +60,7 @@ def kernels() -> Iterator[Kernel]:
     yield _WEIGH
     for form in ROW_FORMS:
         yield _product("multiply_rows", _OUTPUT_TILES[0], form)
+        yield from _claiming(form)
         for tile in _OUTPUT_TILES:
             yield _product("multiply_and_add", tile, form)
             yield _product("multiply_and_gate", tile, form)
@@ -65,7 +74,7 @@ def form_of(linear: RowLinear) -> RowForm:
 
 def scratch_bytes(hidden_size: int, heads: HeadShape) -> int:
     """Memory that `RowProducts` allocates."""
-    return 4 * (MAX_ROWS * _num_parts(hidden_size) + heads.num_heads + 2 * heads.num_kv_heads + _NUM_UNUSED)
+    return 4 * (MAX_ROWS * _num_parts(hidden_size) + heads.num_heads + 2 * heads.num_kv_heads + 1 + _NUM_UNUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +99,12 @@ class RowProducts:
         rotary_dim: int,
         eps: float,
         layout: CacheLayout,
+        claiming_blocks: int = 0,
     ) -> None:
+        """claiming_blocks: with few rows, so many blocks claim the tiles of gate and up, and of logits; 0: none do."""
         self._launcher = launcher
+        self._claiming_blocks = claiming_blocks
+        self._claims = torch.zeros(1, dtype=torch.int32, device=device)
         self._heads = heads
         self._rotary_dim = rotary_dim
         self._eps = np.float32(eps)
@@ -109,6 +122,8 @@ class RowProducts:
         for form in forms:
             yield _product("multiply_and_add", self._tile, form)
             yield _product("multiply_rows", _OUTPUT_TILES[0], form)
+            if self._claiming_blocks:
+                yield from _claiming(form)
             for tile in _OUTPUT_TILES:
                 yield _product("multiply_and_gate", tile, form)
                 yield _store(self._kv_dtype, tile, form)
@@ -138,21 +153,30 @@ class RowProducts:
         num_rows, width = out.shape
         sizes = (num_rows, width, rows.values.shape[1], rows.squares.shape[1])
         tile = _OUTPUT_TILES[num_rows <= _FEW_ROWS]
-        kernel = _product("multiply_and_gate", tile, form_of(linear))
+        kernel, num_blocks = self._tiles("multiply_and_gate", rows.values, linear, tile, 2 * width)
         self._launcher.launch(
-            kernel, (-(-width // (tile // 2)), 1, 1), rows.values, rows.squares, *self._parts(linear),
-            out, *map(int32, sizes), self._eps, *_factors(linear),
+            kernel, (num_blocks, 1, 1), rows.values, rows.squares, *self._parts(linear),
+            out, *map(int32, sizes), self._eps, self._claims, *_factors(linear),
         )  # fmt: skip
 
     def multiply(self, x: Tensor, linear: RowLinear, out: Tensor) -> Tensor:
         """out [n, outputs] = the linear of x; return out."""
         num_rows, outputs = out.shape
-        kernel = _product("multiply_rows", _OUTPUT_TILES[0], form_of(linear))
+        kernel, num_blocks = self._tiles("multiply_rows", x, linear, _OUTPUT_TILES[0], outputs)
         self._launcher.launch(
-            kernel, (-(-outputs // _OUTPUT_TILES[0]), 1, 1), x, *self._parts(linear), out,
-            *map(int32, (num_rows, outputs, x.shape[1])), *_factors(linear),
+            kernel, (num_blocks, 1, 1), x, *self._parts(linear), out,
+            *map(int32, (num_rows, outputs, x.shape[1])), self._claims, *_factors(linear),
         )  # fmt: skip
         return out
+
+    def _tiles(self, entry: str, x: Tensor, linear: RowLinear, tile: int, outputs: int) -> tuple[Kernel, int]:
+        """The kernel for rows x, and its number of blocks: one for each tile, or as many as claim tiles."""
+        form, (num_rows, inputs) = form_of(linear), x.shape
+        warp_inputs = 8 * (32 if form is None else 64)  # of a chunk of each warp
+        if self._claiming_blocks and num_rows <= _FEW_ROWS and inputs // warp_inputs >= _CHUNKS_AHEAD:
+            tile = _OUTPUT_TILES[1]
+            return _product(entry, tile, form, claims=True), min(self._claiming_blocks, -(-outputs // tile))
+        return _product(entry, tile, form), -(-outputs // tile)
 
     def store(
         self,
@@ -211,10 +235,16 @@ def _num_parts(outputs: int) -> int:
 
 
 @cache
-def _product(entry: str, tile: int, form: RowForm) -> Kernel:
-    return Kernel(
-        "products/row_products.cu", entry, _macros(tile, form), _NUM_THREADS, tile * _RING_BYTES_OF_OUTPUT, True
-    )
+def _product(entry: str, tile: int, form: RowForm, *, claims: bool = False) -> Kernel:
+    macros, num_bytes = _macros(tile, form), tile * _RING_BYTES_OF_OUTPUT
+    if claims:
+        macros, num_bytes = (*macros, ("STREAM_ROWS", _CLAIMING_ROWS)), num_bytes + _SUMS_BYTES
+    return Kernel("products/row_products.cu", entry, macros, _NUM_THREADS, num_bytes, True)
+
+
+def _claiming(form: RowForm) -> Iterator[Kernel]:
+    for entry in ("multiply_rows", "multiply_and_gate"):
+        yield _product(entry, _OUTPUT_TILES[1], form, claims=True)
 
 
 @cache

@@ -139,6 +139,7 @@ class CudaDecoderPass(LoadsAdapters):
                 device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
                 product_rows=sizes.choices.product_rows_of(config.hidden_size), adapters=adapted,
+                claims_products=bool(sizes.choices.claimed_products),
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
             self._of_linears = adapted

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ctypes import CDLL
 
 from penstock.backend.errors import StartupError
-from penstock.backend.passes.cpu.library.cpu_paths import STEP_BUILD
-from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError, open_build
+from penstock.backend.passes.cpu.library.native_library import STEP_BUILD, LibraryUnavailableError, open_build
 
 
 def open_step_library() -> CDLL:

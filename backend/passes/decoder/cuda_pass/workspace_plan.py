@@ -196,7 +196,9 @@ def plan_spec(
 def captured_sizes_of(
     config: DecoderConfig, dtype: torch.dtype, sizes: StepSizes, weight_bytes: int, *, rounds_rows: bool
 ) -> list[int]:
-    """Return `captured_sizes` of a model."""
+    """Return `captured_sizes` of a model. Grouped products of experts allocate, so no captured step has them."""
+    if config.experts is not None and (grouped_rows := choose_matmul(sizes).grouped_rows):
+        sizes = replace(sizes, max_tokens=min(sizes.max_tokens, grouped_rows - 1))
     weights = make_spec(config, Dtype.of(dtype), KV_MACRO).weight_bytes // dtype.itemsize
     return captured_sizes(sizes, weight_bytes, weights, config.num_layers, rounds_rows=rounds_rows)
 
@@ -219,7 +221,7 @@ def captured_sizes(
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
     if not sizes.deterministic:
-        return WholeMatmul(sizes.choices.quantised_rows)
+        return WholeMatmul(sizes.choices.quantised_rows, grouped_rows=sizes.choices.grouped_rows)
     if not sizes.choices.whole_products:
         return BlockedMatmul()
     forbid_split_sums()
@@ -293,7 +295,7 @@ def attention_by_window(
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
 
     def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma)
+        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma, num_sms)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)

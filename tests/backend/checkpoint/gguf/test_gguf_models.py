@@ -33,7 +33,6 @@ from penstock.shm.messages import Sampling
 from tests.backend.checkpoint.gguf.converted_tensors import as_converted, converted
 from tests.backend.checkpoint.gguf.writer import (
     GgufFile,
-    add_mtp_layer,
     byte_level_vocabulary,
     from_model,
     fuse_qkv,
@@ -190,8 +189,6 @@ def test_logits_of_each_architecture_are_those_of_its_checkpoint(preset: str, tm
     file = from_model(ARCHITECTURES[preset], model, all_of("F32"), byte_level_vocabulary(320), tensors)
     if preset == "glm":
         fuse_qkv(file)
-    if preset == "qwen3.5":
-        add_mtp_layer(file, 3)
     model_dir = resolve_model(str(file.write(tmp_path / "model.gguf")))
     prompt = np.random.default_rng(0).integers(0, 256, 80).tolist()
     with torch.inference_mode():

@@ -20,6 +20,7 @@ from penstock.backend.checkpoint.hub import resolve_config, resolve_model
 from penstock.backend.checkpoint.sources.gguf_files import find_projectors
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
+from penstock.backend.passes.decoder.forward_pass import DecoderPass
 from penstock.backend.passes.vision.tower import VisionTower
 from tests.backend.checkpoint.gguf.writer import GgufFile, byte_level_vocabulary, from_model, interleave
 from tests.backend.passes.vision.test_pictures import MODELS, make_oracle
@@ -142,6 +143,27 @@ def test_other_projectors_are_refused_by_name(
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
         resolve_config(str(tmp_path), projector=path)
+
+
+def test_a_found_projector_with_broken_tensors_costs_the_pictures_and_a_named_one_the_start(
+    tmp_path: Path, text_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    model = replace(MODELS["smolvlm"], vision=MODELS["smolvlm"].vision | {"num_hidden_layers": LAYERS})
+    make_oracle(model, checkpoint)
+    file = projector_file("smolvlm", model.vision, load_file(checkpoint / "model.safetensors"))
+    del file.tensors["v.blk.1.ln1.bias"]
+    file.write(tmp_path / "mmproj-model-f32.gguf")
+    directory = resolve_model(str(text_model))
+    found = DecoderPass.load(directory, PassOptions())
+    assert found.picture_tower is None  # type: ignore[attr-defined]
+    assert DecoderPass.describe(directory, PassOptions()).max_picture_bytes == 0
+    found.close()
+    warnings = [record.message for record in caplog.records if "pictures are not taken" in record.message]
+    assert len(warnings) == 1
+    assert "mmproj-model-f32.gguf: tensor v.blk.1.ln1.bias is missing" in warnings[0]
+    with pytest.raises(StartupError, match=r"tensor v\.blk\.1\.ln1\.bias is missing"):
+        VisionTower.load(directory, PassOptions(needs_pictures=True))
 
 
 _SIZES = {

@@ -163,10 +163,23 @@ def metadata_of(arch: str, config: Any) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in own.items()}
 
 
-def add_mtp_layer(file: GgufFile, number: int) -> None:
-    """Add a layer that predicts further tokens, after the last."""
+_OF_HEAD = {
+    "fc": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm", "input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def add_mtp_layer(file: GgufFile, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Add a layer that predicts further tokens, after the last: those of a checkpoint's tensors that begin with mtp."""
     file.metadata |= {f"{file.arch}.block_count": number + 1, f"{file.arch}.nextn_predict_layers": 1}
-    file.tensors[f"blk.{number}.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), gguf.GGMLQuantizationType.F32
+    for name, tensor in tensors.items():
+        if name.startswith("mtp."):
+            own = name.removeprefix("mtp.").removeprefix("layers.0.").removesuffix(".weight")
+            content = (tensor + 1 if tensor.dim() == 1 else tensor).numpy()
+            file.tensors[f"blk.{number}.{_OF_HEAD[own]}.weight"] = content, gguf.GGMLQuantizationType.F32
 
 
 def _gemma4_metadata(config: Any) -> dict[str, Any]:

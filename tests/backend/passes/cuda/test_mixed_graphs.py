@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.passes.cuda.attention import prefill_attention
 from penstock.backend.passes.cuda.device.kernel_choices import KernelChoices
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, mixed_sizes
-from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, captured_sizes
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, captured_sizes, captured_sizes_of
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.cuda.tiny_models import checkpoint, make_driver, options, prompts
 from tests.backend.passes.decoder.driver import Driver, joined
@@ -180,6 +182,14 @@ def test_only_steps_beyond_captured_decodes_round_rows_unless_chosen() -> None:
     wide = StepSizes(1000, 1024, 4096)
     assert [wide.decode_sizes(rounds_rows=rounds)[-1] for rounds in (True, False)] == [256, 512]
     assert replace(wide, choices=sizes.choices).decode_sizes(rounds_rows=True)[-1] == 512
+
+
+def test_no_captured_step_has_grouped_products_of_experts() -> None:
+    """The library allocates their results."""
+    sizes = StepSizes(64, 1024, 4096, choices=KernelChoices(grouped_rows=513))
+    for preset, largest in (("mistral", 1024), ("mixtral", 512)):
+        config = parse_decoder_config(json.loads((checkpoint(preset) / "config.json").read_text()))
+        assert captured_sizes_of(config, torch.bfloat16, sizes, 1 << 20, rounds_rows=False)[-1] == largest
 
 
 def test_only_steps_whose_launches_take_longer_than_their_products_are_captured() -> None:

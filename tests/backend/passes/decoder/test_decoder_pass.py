@@ -67,13 +67,20 @@ def oracle_logits(architecture: str, tokens: Prompt) -> NDArray[np.float32]:
 
 
 def make_pass(
-    architecture: str, make_ops: MakeOps, dtype: torch.dtype = torch.float32, max_context_tokens: int | None = None
+    architecture: str,
+    make_ops: MakeOps,
+    dtype: torch.dtype = torch.float32,
+    max_context_tokens: int | None = None,
+    num_state_drafts: int = 0,
 ) -> CpuDecoderPass:
     model_dir = checkpoint(architecture)
     config = read_decoder_config(model_dir, max_context_tokens)
     with open_weights(model_dir, config) as weights:
         ops = make_ops(config, dtype)
-        return CpuDecoderPass(config, weights, ops, Dtype.of(dtype), max_running=32, groups=groups_for(ops, config))
+        groups = groups_for(ops, config)
+        return CpuDecoderPass(
+            config, weights, ops, Dtype.of(dtype), 32, groups=groups, num_state_drafts=num_state_drafts
+        )
 
 
 def prompts(lengths: tuple[int, ...] = RAGGED, seed: int = 0) -> list[Prompt]:

@@ -17,7 +17,9 @@ from penstock.backend.checkpoint.weights import open_weights
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.backend.scheduling.drafting import MAX_STATE_DRAFTS
 from penstock.shm.messages import Sampling
+from tests.backend.engine.test_speculation import Foretold
 from tests.backend.harness import Bench, Received
 from tests.backend.passes.conftest import MakeOps, make_native_ops
 from tests.backend.passes.decoder.driver import Driver
@@ -148,20 +150,24 @@ def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_a
     """Turns of conversations whose prompts part, come together, are preempted and choose several times."""
     system, *users = prompts((21, 7, 9, 30), seed=8)
 
-    def run(num_checkpoints: int, num_pages: int, *, together: bool) -> tuple[list[Received], int]:
-        decoder = make_pass("qwen3.5", make_native_ops, dtype)
-        sizes = {"page_size": 4, "max_batch_tokens": 24, "vocab_size": 256}
+    def run(
+        num_checkpoints: int, num_pages: int, *, together: bool, drafting: Foretold | None = None
+    ) -> tuple[list[Received], int]:
+        decoder = make_pass("qwen3.5", make_native_ops, dtype, num_state_drafts=MAX_STATE_DRAFTS)
+        sizes: dict[str, Any] = {"page_size": 4, "max_batch_tokens": 24, "vocab_size": 256, "drafting": drafting}
         bench = Bench(forward_pass=decoder, num_checkpoints=num_checkpoints, num_pages=num_pages, **sizes)
         first = [[*system, *user] for user in users]
         for turn in range(2):
             for index, prompt in enumerate(first if not turn else [*first, first[0]]):
                 answer = bench.received(index).token_ids if turn else []
-                sampling = Sampling(temperature=float(index == 3), seed=5, num_logprobs=2)
+                num_logprobs = 2 if drafting is None else -1
+                sampling = Sampling(temperature=float(index == 3), seed=5, num_logprobs=num_logprobs)
                 bench.submit([*prompt, *answer, *([9, 8] * turn)], 26, request_id=10 * turn + index, sampling=sampling)
                 if not together:
                     bench.run_dry()
             bench.run_dry()
         num_preemptions = bench.board.preemptions
+        assert (bench.board.accepted_tokens > 50) is (drafting is not None)
         bench.close()
         decoder.close()
         return [bench.received(request_id) for request_id in (0, 1, 2, 10, 11, 12, 13)], num_preemptions
@@ -172,6 +178,12 @@ def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_a
     assert [each.started.cached_tokens for each in alone if each.started is not None] == [0] * 7
     assert [each.started.cached_tokens for each in shared if each.started is not None][:3] == [0, 0, 20]
     assert sum(each.started.cached_tokens > 40 for each in shared[3:] if each.started is not None) >= 3
+    assert num_preemptions
+    ids = (0, 1, 2, 10, 11, 12, 13)
+    foretold = {number: answer.token_ids for number, answer in zip(ids, alone, strict=True)}
+    drafted, num_preemptions = run(8, 40, together=True, drafting=Foretold(foretold, max_drafts=MAX_STATE_DRAFTS))
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
+    assert sum(each.started.cached_tokens > 0 for each in drafted if each.started is not None) >= 3
     assert num_preemptions
     if dtype == torch.float32:
         tokens = [*system, *users[2], *shared[2].token_ids]

@@ -136,7 +136,7 @@ def test_the_plan_covers_what_a_step_allocates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({}, {}, "it has heads of 16; there are kernels for 32, 64; use --gpu none"),
+        ({"num_attention_heads": 16}, {}, "head_dim is 4; it must be a multiple of 8, at most 128; use --gpu none"),
         (PLACES | {"intermediate_size": 84}, {}, "intermediate_size is 84; it must be a multiple of 8"),
         (PLACES, {"dtype": "fp16"}, "dtype is 'fp16'; it must be auto, bf16 or fp32"),
         (PLACES, {"dtype": "fp32", "quantize": "int8"}, "--quantize is int8; on a GPU it needs --dtype bf16, not fp32"),

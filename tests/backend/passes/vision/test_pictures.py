@@ -19,6 +19,7 @@ from penstock.backend.engine.pictures.desk import PictureDesk
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.forward_pass import DecoderPass
+from penstock.backend.passes.vision.checkpoint import empty_model, read_config
 from penstock.backend.sequences.pictures import PictureCache
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
@@ -207,7 +208,7 @@ def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) 
     served: Any = DecoderPass.load(tmp_path, options)
     tower = served.picture_tower
     assert described.max_picture_bytes == tower.max_picture_bytes >= max(3 * t * h * w for t, h, w in model.sizes)
-    num_values = sum(parameter.numel() for parameter in tower._model.parameters())
+    num_values = sum(parameter.numel() for parameter in empty_model(read_config(tmp_path)).parameters())
     assert described.weight_bytes == served.spec.weight_bytes + 4 * num_values
     served._spec = replace(served.spec, max_picture_bytes=tower.max_picture_bytes)
     stepped, memory = SteppedTower(tower), Pixels()

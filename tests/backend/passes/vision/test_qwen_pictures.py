@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from penstock.backend.passes.vision import qwen
 from penstock.backend.passes.vision.families import FAMILIES
 from penstock.backend.passes.vision.pixels import Normalization
 from penstock.backend.passes.vision.tower import VisionTower
-from penstock.backend.sequences.pictures import PictureCache
+from penstock.backend.sequences.pictures import PictureCache, SequencePictures
 from penstock.shm.messages import Finish, Picture, Sampling, picture_digest, picture_token_ids
 from tests.backend.engine.test_pictures import Pixels, SteppedTower
 from tests.backend.engine.test_speculation import Eager
@@ -58,21 +59,24 @@ TOWERS: dict[str, dict[str, Any]] = {
 GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 
 
-def make_oracle(name: str, out_dir: Path) -> Any:
-    """A random model, saved with the processor's settings."""
+def make_config(name: str) -> Any:
     preset = PRESETS[name]
     assert preset.text_config is not None
     text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
     if name.startswith("qwen3.5"):
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [3, 3, 2]}
-    config = getattr(transformers, preset.config)(
+    return getattr(transformers, preset.config)(
         text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
         vision_config=dict(TOWERS[name]),
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
+
+
+def make_oracle(name: str, out_dir: Path) -> Any:
+    """A random model, saved with the processor's settings."""
     torch.manual_seed(5)
-    oracle = getattr(transformers, preset.model)(config)
+    oracle = getattr(transformers, PRESETS[name].model)(make_config(name))
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -171,7 +175,8 @@ def test_log_probabilities_are_those_of_transformers(
     name: str, chunk: int, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_native:
-        monkeypatch.setattr("penstock.backend.passes.decoder.cpu_pass.load_kernels", lambda *_: None)
+        for module in ("decoder.cpu_pass", "vision.native_blocks"):
+            monkeypatch.setattr(f"penstock.backend.passes.{module}.load_kernels", lambda *_: None)
     oracle = make_oracle(name, tmp_path)
     bench = QwenBench(tmp_path, max_batch_tokens=chunk)
     prompt = Prompt(bench.memory)
@@ -183,6 +188,31 @@ def test_log_probabilities_are_those_of_transformers(
     bench.run()
     check(bench, 2, oracle, prompt)
     bench.close()
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5-vision"])
+def test_positions_are_those_of_transformers_for_any_layout(name: str) -> None:
+    chance, config = random.Random(name), make_config(name)
+    with torch.device("meta"):
+        model = getattr(transformers, PRESETS[name].model)(config).model
+    side = config.vision_config.spatial_merge_size
+    for _ in range(60):
+        types, grids, pictures = [0] * chance.randrange(4), [], []
+        for index in range(chance.randrange(1, 5)):
+            rows, columns = chance.randrange(1, 9), chance.randrange(1, 9)
+            grids.append((1, side * rows, side * columns))
+            count = rows * columns
+            pictures.append(Picture(((len(types), count),), bytes([index]) * 32, (1, 1), grids[-1]))
+            types += [*[1] * count, *[0] * chance.randrange(1, 6)]  # text ends each picture
+        ids = torch.tensor([types])
+        expected, _ = model.get_rope_index(
+            torch.where(ids > 0, IMAGE_TOKEN, ids), mm_token_type_ids=ids, image_grid_thw=torch.tensor(grids)
+        )
+        placed = SequencePictures(tuple(pictures), b"", PictureCache(1))
+        first = chance.randrange(len(types))
+        np.testing.assert_array_equal(
+            placed.rope_positions(first, len(types)), expected[:, 0, first:].T.numpy().astype(np.int32)
+        )
 
 
 def test_preemption_drafts_and_shared_pages_keep_positions(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
-from penstock.backend.passes.cuda.attention.encoder_attention import ENCODER_HEAD_DIMS
+from penstock.backend.passes.cuda.attention.encoder_attention import PUBLISHED_HEAD_DIMS
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
@@ -84,6 +84,8 @@ def small_wgmma_checks() -> Iterator[Check]:
     shapes = ((0, 1), (40, 1), (0, 33), (170, 80))
     yield _prefill("bf16", 128, 4, 32, shapes, repeats=3, has_wgmma=True)
     yield _prefill("bf16", 64, 7, 16, shapes, window=70, softcap=3.0, has_wgmma=True)
+    for kv_dtype, head_dim in (("bf16", 80), ("bf16", 256), ("q8_0", 96), ("q8_0", 128), ("fp8", 128)):
+        yield _prefill(kv_dtype, head_dim, 3, 32, shapes, has_wgmma=True)
     yield check_of("wgmma", "cut", _prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True)
 
 
@@ -102,7 +104,7 @@ def _segments(kv_dtype: str, *, has_wgmma: bool = False) -> Iterator[Check]:
 def encoder_checks() -> Iterator[Check]:
     """Yield the wide checks of encoders' attention."""
     for dtype, name in ENCODER_DTYPES.items():
-        for head_dim in ENCODER_HEAD_DIMS:
+        for head_dim in (*PUBLISHED_HEAD_DIMS, 24, 72):
             plain = EncoderCase(head_dim, dtype, (1, 17, 128, 129, 600))
             local = EncoderCase(head_dim, dtype, (63, 64, 65, 300), window=head_dim)
             biased = EncoderCase(head_dim, dtype, (1, 40, 200), has_bias=True)

@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, Del
 from penstock.backend.passes.cuda.attention.delta_net import CudaDeltaNetOps
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
-from penstock.backend.passes.ops.interface import DeltaNetWeights
+from penstock.backend.passes.ops.state_ops import DeltaNetWeights
 from penstock.tools.gpu.cases.check import require_same_bits, require_within
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, cut_tiles, query_rows
+from penstock.backend.passes.cuda.attention.prefill_attention import PrefillAttention, cut_tiles
 from penstock.backend.passes.cuda.attention.prefill_segments import SEGMENT_STARTS, whole_tiles
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import Launcher
@@ -38,9 +38,10 @@ def attention_of(
     softcap: float = 0.0,
     choices: KernelChoices = CONSTANTS,
     has_wgmma: bool = False,
+    num_sms: int = 2,
 ) -> PrefillAttention:
     layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
-    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices, has_wgmma)
+    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices, has_wgmma, num_sms)
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:
@@ -118,10 +119,8 @@ def widened(step: PagedRows) -> PagedRows:
 
 def one_block_tiles(attention: PrefillAttention, step: PagedRows) -> NDArray[np.int32]:
     """Return the step's tiles with one block for all segments of each."""
-    layout, arrays = attention.layout, step.arrays
-    tile_rows = query_rows(layout.kv_dtype, layout.head_dim, attention.choices)
-    starts, contexts = arrays.query_starts.numpy(), arrays.context_lens.numpy()
-    return whole_tiles(cut_tiles(starts, contexts, step.heads.group, tile_rows))
+    starts, contexts = step.arrays.query_starts.numpy(), step.arrays.context_lens.numpy()
+    return whole_tiles(cut_tiles(starts, contexts, step.heads.group, attention.tile_rows))
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -61,6 +62,8 @@ def _experts() -> Iterator[Check]:
         gpt_oss = Experts(8, 4, 736, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0))
         clamped = ExpertsCase(gpt_oss, 1440, 60, dtype)
         yield check_of("experts", f"clamped.{name}", experts.check_experts, case=clamped)
+    grouped = ExpertsCase(Experts(128, 8, 256, normalises=True), 2048, 200, _BF16, grouped_rows=200)
+    yield check_of("experts", "grouped", experts.check_experts, case=grouped)
     for count, per_token in ((1, 1), (60, 4), (128, 8), (513, 3)):
         yield check_of("experts", f"routes.{count}", experts.check_routes, num_experts=count, per_token=per_token)
     yield check_of("experts", "groups", experts.check_large_groups, num_tokens=20_000)
@@ -88,5 +91,8 @@ def _row_products() -> Iterator[Check]:
     for name, case in (row_products.CASES | row_products.STORED | {"wide": row_products.WIDE, "8b": of_8b}).items():
         for check in row_products.CHECKS:
             yield check_of("rows", f"{name}.{check.__name__}", check, case=case)
+    claimed = row_products.CLAIMED | {"8b": replace(of_8b, num_rows=4)}
+    for name, case in claimed.items():
+        yield check_of("rows", f"claims.{name}", row_products.check_claims, case=case)
     for kv_dtype in KV_MACRO:
         yield check_of("rows", f"store.{kv_dtype}", row_products.check_store, case=row_products.small_case(kv_dtype))

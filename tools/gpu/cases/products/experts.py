@@ -15,7 +15,7 @@ from penstock.backend.checkpoint.config.decoder_config import Experts
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher
 from penstock.backend.passes.cuda.ops.activations import Residual
 from penstock.backend.passes.cuda.ops.expert_ops import CudaExpertOps, expert_kernels
-from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear
+from penstock.backend.passes.cuda.ops.matmul import BlockedMatmul, CudaLinear, WholeMatmul
 from penstock.backend.passes.cuda.ops.quantized_linear import QuantizedProducts
 from penstock.backend.passes.ops.interface import ExpertWeights
 from penstock.tools.gpu.cases.check import require, require_close, require_same_bits, require_within
@@ -37,6 +37,7 @@ class ExpertsCase:
     scale: float = 0.5
     stored: str | None = None
     """One of STORED_FORMS; None for weights in dtype."""
+    grouped_rows: int = 0
 
     def weights(self) -> ExpertWeights:
         return _random_weights(self.experts, self.hidden, self.dtype, self.stored)
@@ -46,7 +47,9 @@ class ExpertsCase:
 
     def ops(self, launcher: Launcher) -> CudaExpertOps:
         activate = make(launcher, self.dtype, hidden=self.hidden).silu_mul
-        device, matmul = torch.device("cpu"), BlockedMatmul()  # because the router's product comes from a library
+        device = torch.device("cpu")
+        # In blocks because the router's product comes from a library.
+        matmul = WholeMatmul(grouped_rows=self.grouped_rows) if self.grouped_rows else BlockedMatmul()
         quantized = QuantizedProducts(launcher, device, self.dtype, self.num_tokens, matmul)
         return CudaExpertOps(
             launcher, device, self.hidden, self.experts, self.dtype, self.num_tokens, matmul, quantized, activate

@@ -37,6 +37,7 @@ class RowCase:
     scale: float = 1.0
     rotary_dim: int = 64
     has_head_norms: bool = False
+    claiming_blocks: int = 0
     form: str | None = None
     """Form of the weights, one of `quantized.FORMS`; None for bf16."""
 
@@ -62,7 +63,9 @@ class RowCase:
         return (y if linear.bias is None else y + linear.bias.double()) * linear.scale
 
     def products(self, launcher: Launcher) -> RowProducts:
-        made = RowProducts(launcher, CPU, self.heads, self.hidden, self.rotary_dim, EPS, self.layout)
+        made = RowProducts(
+            launcher, CPU, self.heads, self.hidden, self.rotary_dim, EPS, self.layout, self.claiming_blocks
+        )
         launcher.prepare(made.kernels([None if self.form is None else FORMS[self.form]]))
         return made
 
@@ -210,4 +213,29 @@ def small_case(kv_dtype: str) -> RowCase:
     return replace(CASES["small"], kv_dtype=kv_dtype, heads=HeadShape(2, 1, 128), has_head_norms=True)
 
 
+def check_claims(launcher: Launcher, case: RowCase) -> None:
+    """Blocks that claim tiles give the bits of a block for each, with any number of blocks."""
+
+    def run(claiming_blocks: int) -> tuple[Tensor, ...]:
+        claiming = replace(case, claiming_blocks=claiming_blocks)
+        products, rows = claiming.products(launcher), claiming.begun(claiming.products(launcher))
+        outs = []
+        for _ in range(2):  # the first one leaves the counter as it was
+            out = poisoned(case.num_rows, case.width, dtype=ROW_DTYPE)
+            products.gate(rows, case.linear(2 * case.width, case.hidden, seed=5), out)
+            outs += [out, poisoned(case.num_rows, case.width, dtype=ROW_DTYPE)]
+            products.multiply(rows.values, case.linear(case.width, case.hidden, seed=6), outs[-1])
+        return tuple(outs)
+
+    expected = run(0)
+    for num_blocks in (1, 4, 100):
+        for found, same in zip(run(num_blocks), expected, strict=True):
+            require_same_bits(f"from {num_blocks} blocks", found, same)
+
+
+CLAIMED = {
+    form or "bf16": RowCase(hidden, 88, rows, has_bias=True, scale=0.5, form=form)
+    for form, hidden, rows in ((None, 1304, 4), ("fp8-128", 2568, 1))
+}
+"""Inputs that do not fill the last chunk, and outputs that do not fill the last tile, of six or twelve."""
 CHECKS = (check_add, check_gate, check_multiply, check_store)

@@ -44,7 +44,8 @@ void attend_piece(const Engine& engine, const Attention& layer, const WorkItem& 
     for (; first < end; first += kBlock) {
         for (i64 t = 0; t < tile.count; ++t) {
             const i64 position = tile.position + t;
-            const i64 from = layer.window ? std::max<i64>(0, position - layer.window + 1 - first) : 0;
+            const i64 first_seen = layer.window ? position - layer.window + 1 : layer.first_key;
+            const i64 from = std::max<i64>(0, first_seen - first);
             const i64 to = visible_end(engine, layer, tile, t) - first;
             std::fill_n(visible + t * group, group, Visible{from, std::min<i64>(kBlock, to)});
         }

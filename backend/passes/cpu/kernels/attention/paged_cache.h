@@ -12,7 +12,7 @@
 
 #pragma once
 
-#include "rows/delta_net.h"
+#include "rows/mtp.h"
 
 namespace {
 

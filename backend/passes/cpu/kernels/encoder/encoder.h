@@ -6,21 +6,21 @@
 
 namespace {
 
-// As in encoder's native_ops.py.
+// As in encoder_structs.py.
 enum EncoderOperation : i64 {
     kEncoderEmbed, kEncoderNorm, kNormInPlace, kEncoderLinear, kRotate, kEncoderAttention, kActivate,
     kFirstAttention, kSpreadFirst
 };
 enum Activation : i64 { kIdentity = 0, kExactGelu = 1, kTanhGelu = 2, kReluFloats = 3, kSiluFloats = 4, kTanh = 5, kSigmoid = 6 };
 
-struct EncoderTables {  // mirrored by encoder's native_ops.py
+struct EncoderTables {  // mirrored by encoder_structs.py
     const void* words;  // rows of T
     const void* positions;  // or null, as token_types
     const void* token_types;
     i64 first_position;
 };
 
-struct EncoderRows {  // mirrored by encoder's native_ops.py
+struct EncoderRows {  // mirrored by encoder_structs.py
     const std::int32_t* input_ids;  // [num_tokens], as token_types
     const std::int32_t* token_types;
     const std::int32_t* starts;  // [num_rows + 1]

@@ -14,14 +14,14 @@ constexpr i64 kKeyUnit = 32;          // positions are padded to a multiple: the
 constexpr i64 kTileScores = 8 << 10;  // of a tile of queries: they stay in L1
 constexpr i64 kTileQueries = 48;      // at most
 
-struct EncoderAttention {  // mirrored by encoder's native_ops.py
+struct EncoderAttention {  // mirrored by encoder_structs.py
     const float* bias;  // [heads][2 × bias_reach - 1], of keys bias_reach - 1 before the query and so on; or null
     i64 bias_reach;
     i64 window;       // positions to each side; -1 for all
     i64 rope_offset;  // as in Attention
 };
 
-struct FirstAttention {  // mirrored by encoder's native_ops.py
+struct FirstAttention {  // mirrored by encoder_structs.py
     const EncoderAttention* attention;
     float* residual;
     const void* attended;  // of the step's first token, as residual
@@ -106,7 +106,7 @@ template <class T>
 void attend_item(Engine& engine, const T* qkv, const EncoderAttention& layer, const EncoderItem& item, T* out,
                  std::vector<float>& memory) {
     const Shape& shape = engine.shape;
-    const i64 dim = shape.head_dim, stride = 3 * shape.hidden;
+    const i64 dim = shape.head_dim, width = shape.num_heads * dim, stride = 3 * width;
     const i64 start = engine.step.row_starts[item.row], length = engine.step.row_starts[item.row + 1] - start;
     const auto first_key = [&](i64 query) { return layer.window < 0 ? 0 : std::max<i64>(0, query - layer.window); };
     const auto end_key = [&](i64 query) { return layer.window < 0 ? length : std::min(length, query + layer.window + 1); };
@@ -117,8 +117,8 @@ void attend_item(Engine& engine, const T* qkv, const EncoderAttention& layer, co
     const TileScope scope;
     const ItemMemory<T> own(memory, padded, most, dim);
     const T* row = qkv + start * stride + item.head * dim;
-    const T* keys = row + first * stride + shape.hidden;
-    pack_positions(keys, keys + shape.hidden, stride, count, padded, dim, own.keys, own.values);
+    const T* keys = row + first * stride + width;
+    pack_positions(keys, keys + width, stride, count, padded, dim, own.keys, own.values);
     const float scale = kLog2E * shape.score_scale;
     for (i64 query = item.first; query < item.last; query += most) {
         const i64 queries = std::min(most, item.last - query);
@@ -137,7 +137,7 @@ void attend_item(Engine& engine, const T* qkv, const EncoderAttention& layer, co
                 own.acc, dim, false);
         for (i64 q = 0; q < queries; ++q) {
             const Floats norm = broadcast(1.0f / own.sums[q]);
-            T* target = out + (start + query + q) * shape.hidden + item.head * dim;
+            T* target = out + (start + query + q) * width + item.head * dim;
             for (i64 d = 0; d < dim; d += 16) store(target + d, mul(load(own.acc + q * dim + d), norm));
         }
     }
@@ -162,7 +162,7 @@ template <class T> void run_rotate(Engine& engine, T* qkv, const EncoderAttentio
     engine.split(step.num_tokens, std::max<i64>(1, 8192 / shape.hidden), [&](i64 first, i64 last, int) {
         for (i64 t = first; t < last; ++t) {
             const float* cos_sin = step.rope + step.positions[t] * shape.rope_width + layer.rope_offset;
-            T* heads = qkv + t * 3 * shape.hidden;
+            T* heads = qkv + t * 3 * shape.num_heads * shape.head_dim;
             for (i64 head = 0; head < 2 * shape.num_heads; ++head)
                 norm_and_rotate(shape, heads + head * shape.head_dim, nullptr, cos_sin);
         }

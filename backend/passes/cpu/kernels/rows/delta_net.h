@@ -18,6 +18,7 @@ struct DeltaNet {  // mirrored by native_structs.py
     float* inputs;        // [slots][width - 1][channels]: the convolution's last ones
     float* gates;         // [tokens][strengths of value_heads | decays], which become those of the formula
     float* mixed;         // [tokens][channels]: results of the convolution; those of heads replace values
+    i64 first_spare;      // of states: that after the step's first token to verify, and then one for each
     i64 key_heads;
     i64 value_heads;
     i64 key_dim;    // a multiple of 16, as value_dim
@@ -37,10 +38,19 @@ struct DeltaRow {
     i64 first, count;  // its tokens
     i64 slot;
     bool is_new;  // its state is zeros, whatever the slot contains
+    i64 first_verified, end_verified;  // its entries of Step::verified, which are the tokens before its last
 
     DeltaRow(const Step& step, i64 row)
         : first(step.row_starts[row]), count(step.row_starts[row + 1] - first), slot(step.slots[row]),
-          is_new(step.contexts[row] == 0) {}
+          is_new(step.contexts[row] == 0), first_verified(find(step, first)), end_verified(find(step, first + count)) {}
+
+    static i64 find(const Step& step, i64 token) {
+        return std::lower_bound(step.verified, step.verified + step.num_verified, token) - step.verified;
+    }
+    i64 num_after(i64 t) const { return first + count - 1 - t; }
+    bool keeps_state_after(i64 t) const { return num_after(t) > 0 && num_after(t) <= end_verified - first_verified; }
+    // Whose state is that after token t, if it is kept.
+    i64 spare_after(const DeltaNet& net, i64 t) const { return net.first_spare + end_verified - num_after(t); }
 };
 
 // Inputs [channel, channel + 16) of the convolution, for the token at `place` of the row, or before it.
@@ -84,13 +94,20 @@ template <class T> void convolve(Engine& engine, const DeltaNet& net, const T* r
     });
 }
 
-// Keeps the last inputs of a head's share of all channels.
-template <class T> void keep_inputs(const DeltaNet& net, const DeltaRow& row, const T* rows, i64 head) {
-    const i64 vectors = net.channels() / 16, kept = net.width - 1;
-    float* inputs = net.inputs + row.slot * kept * net.channels();
+// Keeps the inputs up to token t of a head's share of all channels, as those of a state.
+template <class T> void keep_inputs(const DeltaNet& net, const DeltaRow& row, const T* rows, i64 head, i64 t, i64 state) {
+    const i64 vectors = net.channels() / 16, kept = net.width - 1, end = t - row.first + 1;
+    float* inputs = net.inputs + state * kept * net.channels();
     for (i64 j = 0; j < kept; ++j)  // each is read before it is overwritten
         for (i64 c = vectors * head / net.value_heads; c < vectors * (head + 1) / net.value_heads; ++c)
-            store(inputs + j * net.channels() + c * 16, conv_input(net, row, rows, row.count - kept + j, c * 16));
+            store(inputs + j * net.channels() + c * 16, conv_input(net, row, rows, end - kept + j, c * 16));
+}
+
+template <class T> void keep_all_inputs(const DeltaNet& net, const DeltaRow& row, const T* rows, i64 head) {
+    const i64 last = row.first + row.count - 1;
+    for (i64 t = last - (row.end_verified - row.first_verified); t < last; ++t)
+        keep_inputs(net, row, rows, head, t, row.spare_after(net, t));
+    keep_inputs(net, row, rows, head, last, row.slot);
 }
 
 inline void compute_gates(const DeltaNet& net, const DeltaRow& row, i64 head) {
@@ -106,13 +123,23 @@ inline void compute_gates(const DeltaNet& net, const DeltaRow& row, i64 head) {
 // Runs the rule over all tokens of a row, for columns [column, column + 16 V) of a head's state. One pass over the state
 // adds the update of the token before, applies the decay, and multiplies by key and query.
 template <int V> void run_columns(const DeltaNet& net, const DeltaRow& row, i64 head, i64 column) {
-    float* state = net.states + (row.slot * net.value_heads + head) * net.key_dim * net.value_dim + column * net.key_dim;
+    const auto columns_of = [&](i64 state) {
+        return net.states + (state * net.value_heads + head) * net.key_dim * net.value_dim + column * net.key_dim;
+    };
+    float* state = columns_of(row.slot);
     constexpr i64 width = 16 * V;
     const i64 key_head = net.key_head(head);
     if (row.is_new) std::fill_n(state, net.key_dim * width, 0.0f);
     const float* before = nullptr;
     Floats update[V];
     for (int v = 0; v < V; ++v) update[v] = broadcast(0.0f);
+    const auto add_update = [&](float* target) {
+        for (i64 i = 0; i < net.key_dim; ++i)
+            for (int v = 0; v < V; ++v) {
+                const i64 place = i * width + 16 * v;
+                store(target + place, fmadd(broadcast(before[i]), update[v], load(state + place)));
+            }
+    };
     for (i64 t = row.first; t < row.first + row.count; ++t) {
         float* mixed = net.mixed + t * net.channels();
         const float* query = mixed + key_head * net.key_dim;
@@ -139,12 +166,9 @@ template <int V> void run_columns(const DeltaNet& net, const DeltaRow& row, i64 
             store(values + 16 * v, fmadd(agreement, update[v], read[v]));
         }
         before = key;
+        if (row.keeps_state_after(t)) add_update(columns_of(row.spare_after(net, t)));
     }
-    for (i64 i = 0; i < net.key_dim; ++i)
-        for (int v = 0; v < V; ++v) {
-            float* place = state + i * width + 16 * v;
-            store(place, fmadd(broadcast(before[i]), update[v], load(place)));
-        }
+    add_update(state);
 }
 
 // Normalises a head's results and multiplies them by their gates.
@@ -166,7 +190,7 @@ template <class T> void run_delta_net(Engine& engine, const DeltaNet& net, const
     engine.pool.run(engine.step.num_rows * net.value_heads, [&](i64 chunk, int) {
         const DeltaRow row(engine.step, chunk / net.value_heads);
         const i64 head = chunk % net.value_heads;
-        keep_inputs(net, row, rows, head);
+        keep_all_inputs(net, row, rows, head);
         compute_gates(net, row, head);
         i64 column = 0;
         for (; column + 32 <= net.value_dim; column += 32) run_columns<2>(net, row, head, column);

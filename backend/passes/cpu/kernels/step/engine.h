@@ -80,6 +80,7 @@ struct Attention {  // mirrored by native_structs.py
     const float* v_norm;  // ones, or null
     const float* sinks;  // [heads] or null: a score for each head that takes part in the softmax and has no value
     i64 window;       // tokens; 0 for none
+    i64 first_key;    // the first position that tokens see
     i64 query_rope;  // where cosines and sines for q begin in a row of Step::rope; -1 for a layer without, as the next
     i64 key_rope;
     i64 group;  // whose pages its cache has
@@ -196,6 +197,8 @@ struct Step {
     const std::int32_t* row_starts = nullptr;  // [rows + 1]
     const std::int32_t* contexts = nullptr;    // [rows]
     const std::int32_t* slots = nullptr;       // [rows]
+    const std::int32_t* verified = nullptr;    // ascending tokens before drafts: the state after each is kept
+    i64 num_verified = 0;
     const std::int32_t* ends = nullptr;  // of each token, the position behind the last that it sees; null for its own
     const std::int32_t* token_types = nullptr;  // of an encoder: of each token
     std::vector<EncoderItem> encoder_items;

@@ -10,7 +10,8 @@ namespace {
 enum OperationKind : i64 {
     kEmbed, kNorm, kLinear, kRotateAndStore, kAttention, kTakeLast, kAddNorm, kCapLogits, kKeepLogits,
     kRoute, kExpertInputs, kExpertOutputs, kWeightRows, kLayerInputs, kWeightByInput, kDeltaNet,
-    kBeginStreams, kPredictStreams, kCorrectStreams, kAddToStreams, kTakeStream, kEndStream, kCutGates
+    kBeginStreams, kPredictStreams, kCorrectStreams, kAddToStreams, kTakeStream, kEndStream, kCutGates,
+    kMtpInputs, kKeepGiven
 };
 
 struct Operation {  // mirrored by native_structs.py
@@ -113,6 +114,11 @@ template <class T> void run_operation(Engine& engine, const Operation& op) {
         case kCutGates:
             return run_cut_gates(engine, static_cast<const float*>(op.x), *static_cast<const float*>(op.weights), op.form,
                                  static_cast<T*>(op.out));
+        case kMtpInputs:
+            return run_mtp_inputs<T>(engine, *static_cast<const Mtp*>(op.weights), static_cast<const float*>(op.x),
+                                     static_cast<T*>(op.out));
+        case kKeepGiven:
+            return run_keep_given(engine, *static_cast<const Mtp*>(op.weights), static_cast<const T*>(op.x));
         case kTakeLast: return take_last(engine, static_cast<const float*>(op.x), static_cast<float*>(op.out));
         case kKeepLogits: return keep_logits(engine);
     }

@@ -129,6 +129,8 @@ inline void plan_step(Engine& engine, const StepRows& given) {
     const std::int32_t* logit_rows = step.pages(given.num_groups, 0);
     const i64 size = engine.shape.page_size;
     step.input_ids = given.arrays;
+    step.verified = logit_rows + given.num_logit_rows;
+    step.num_verified = given.num_verified;
     step.rope = given.rope;
     step.has_turns = given.has_turns;
     step.num_tokens = given.num_tokens;

@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     unsigned char* queries = shared;
     int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
-    load_queries(queries, tile, qkv, 3 * int(gridDim.x), KV_DTYPE);
+    load_queries(queries, tile, qkv, 3 * int(gridDim.x), KV_DTYPE, int(blockIdx.x), int(threadIdx.x));
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     const int begin = max(0, tile.position(0) - side);
     const int end = min(length, tile.position(kQueryRows - 1) + side + 1);
@@ -83,5 +83,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const unsigned char* values = stream.next<kValues>(first);
         if (sees_some) accumulate(sums, weights, values);
     }
-    store_outputs(out, tile, KV_DTYPE, sums, references, totals, to_log2, nullptr);
+    store_outputs(out, task_of_block(), tile, KV_DTYPE, sums, references, totals, to_log2, nullptr);
 }

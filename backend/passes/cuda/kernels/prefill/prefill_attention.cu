@@ -42,13 +42,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
 
     unsigned char* queries = shared;
     int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
-    load_queries(queries, tile, qkv, row_heads, act);
+    load_queries(queries, tile, qkv, row_heads, act, int(blockIdx.x), int(threadIdx.x));
     if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
     // The tiles are those of a layer without a window.
     if (window > 0 && tiles[4 * blockIdx.y + 2] > 0) return;
-    const KeyRange range(step, tile, window);
+    const Task task = task_of_block();
+    const KeyRange range(step, task.tile, tile, window);
     Stream stream(shared + kQueryRows * (kChunks * 16 + 4),
-                  KvPlaces(layer, tile.pages, page_bits, range.begin, range.end));
+                  KvPlaces(layer, task, tile.pages, page_bits, range.begin, range.end));
 
     Sums sums;
     PerRow references, totals;
@@ -73,11 +74,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
             if (sees_some) accumulate(sums, weights, values);
         }
         if (stop == range.end) break;
-        const OutputRows rows(QueryTile<kQueryRows>(step, int(blockIdx.y)));
+        const OutputRows rows(step, task);
         SegmentResults{merged_sums, merged_peaks}.add(sums, references, totals, rows.tile.num_rows,
                                                       stop > kShortestSegment, to_log2, rows);
         reset(sums, references, totals);
     }
     const SegmentWorkspace workspace{{merged_sums, merged_peaks}, {part_sums, part_peaks}, tickets};
-    finish_block(out, step, workspace, range, window, act, sums, references, totals, to_log2, sinks, &is_last);
+    finish_task(out, step, task, workspace, range, window, act, sums, references, totals, to_log2, sinks, &is_last);
 }

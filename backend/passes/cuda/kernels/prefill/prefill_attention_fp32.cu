@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     load_queries(queries, tile, qkv, row_heads, act);
     const int begin = max(0, tile.position(0) - step.window + 1);
     const int end = tile.position(kQueryRows - 1) + 1;
-    Stream stream(shared + kQueryRows * HEAD_DIM * 4, KvPlaces(layer, tile.pages, page_bits, begin, end));
+    Stream stream(shared + kQueryRows * HEAD_DIM * 4, KvPlaces(layer, task_of_block(), tile.pages, page_bits, begin, end));
 
     float sums[kWarpRows][kLaneValues] = {}, totals[kWarpRows] = {}, largest[kWarpRows];
 #pragma unroll

@@ -24,8 +24,8 @@ constexpr int kQueryRows = QUERY_ROWS;
 constexpr int kWarpRows = kQueryRows / (kThreads / 32);
 constexpr int kWarpBlocks = kWarpRows / 16;
 constexpr int kTokens = KEY_TOKENS;  // of a tile of keys or values
-constexpr int kSteps = HEAD_DIM / 16;  // of a product over a head's values
-constexpr int kChunks = HEAD_DIM / 8;  // 16-byte chunks of a head's 16-bit values
+constexpr int kSteps = (HEAD_DIM + 15) / 16;  // of a product over a head's values
+constexpr int kChunks = 2 * kSteps;  // 16-byte chunks of a head's 16-bit values; an odd head has a chunk of zeros
 constexpr int kScoreUnroll = KV_DTYPE == 1 ? 2 : 1;  // as much as registers allow
 
 #if KV_DTYPE == 1
@@ -50,7 +50,7 @@ using PerRow = float[kWarpBlocks][2];
 // A barrier of the threads that compute.
 __device__ __forceinline__ void sync_threads() {
 #ifdef NUM_WARPGROUPS
-    sync_some<kThreads>();
+    sync_some<kThreads>(1);
 #else
     __syncthreads();
 #endif
@@ -79,34 +79,38 @@ __device__ __forceinline__ int query_place(int row, int chunk) {
 #endif
 }
 
-// Load the tile's queries, swizzled; rows that do not exist become 0.
-template <class T>
+// Load the tile's queries, swizzled; rows that do not exist become 0. thread: of THREADS that call.
+template <int THREADS, int AT_ONCE, class T>
 __device__ __forceinline__ void load_queries_of(unsigned char* target, const QueryTile<kQueryRows>& tile, const T* qkv,
-                                                int row_heads) {
-    constexpr int kAll = kQueryRows * kChunks, kAtOnce = 4;
-    const int first_head = int(blockIdx.x) * tile.group;
-    for (int first = int(threadIdx.x); first < kAll; first += kAtOnce * kThreads) {
+                                                int row_heads, int first_head, int thread) {
+    constexpr int kAll = kQueryRows * kChunks, kAtOnce = AT_ONCE;
+#pragma unroll 1
+    for (int first = thread; first < kAll; first += kAtOnce * THREADS) {
         float x[kAtOnce][8];
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {  // no branch, so that the loads do not wait for each other
-            const int i = first + n * kThreads, row = min(i / kChunks, tile.num_rows - 1);
-            load8(qkv + tile.head(row, row_heads, first_head) * HEAD_DIM + i % kChunks * 8, x[n]);
+            const int i = first + n * THREADS, row = min(i / kChunks, tile.num_rows - 1);
+            const int place = min(i % kChunks * 8, HEAD_DIM - 8);
+            load8(qkv + tile.head(row, row_heads, first_head) * HEAD_DIM + place, x[n]);
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
-            const int i = first + n * kThreads, row = i / kChunks;
+            const int i = first + n * THREADS, row = i / kChunks;
             if (i >= kAll) break;
 #pragma unroll
-            for (int e = 0; e < 8; ++e) x[n][e] = row < tile.num_rows ? x[n][e] : 0.0f;
+            for (int e = 0; e < 8; ++e)
+                x[n][e] = row < tile.num_rows && i % kChunks * 8 < HEAD_DIM ? x[n][e] : 0.0f;
             store8(reinterpret_cast<Factor*>(target + query_place(row, i % kChunks)), x[n]);
         }
     }
 }
+template <int THREADS = kThreads, int AT_ONCE = 4>
 __device__ __forceinline__ void load_queries(unsigned char* target, const QueryTile<kQueryRows>& tile, const void* qkv,
-                                             int row_heads, int act) {
-    if (act == 0) load_queries_of(target, tile, static_cast<const float*>(qkv), row_heads);
-    else if (act == 1) load_queries_of(target, tile, static_cast<const Bf16*>(qkv), row_heads);
-    else load_queries_of(target, tile, static_cast<const Fp16*>(qkv), row_heads);
+                                             int row_heads, int act, int kv_head, int thread) {
+    const int first = kv_head * tile.group;
+    if (act == 0) load_queries_of<THREADS, AT_ONCE>(target, tile, static_cast<const float*>(qkv), row_heads, first, thread);
+    else if (act == 1) load_queries_of<THREADS, AT_ONCE>(target, tile, static_cast<const Bf16*>(qkv), row_heads, first, thread);
+    else load_queries_of<THREADS, AT_ONCE>(target, tile, static_cast<const Fp16*>(qkv), row_heads, first, thread);
 }
 
 // scores = queries · keysᵀ for the warp's rows.
@@ -222,11 +226,11 @@ __device__ __forceinline__ void store_pair(void* array, long long index, int act
 }
 
 // sinks [q heads] or nullptr.
-__device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryRows>& tile, int act, const Sums& sums,
-                                              const PerRow& references, const PerRow& totals, float to_log2,
-                                              const float* sinks) {
+__device__ __forceinline__ void store_outputs(void* out, const Task& task, const QueryTile<kQueryRows>& tile, int act,
+                                              const Sums& sums, const PerRow& references, const PerRow& totals,
+                                              float to_log2, const float* sinks) {
     const int lane = int(threadIdx.x & 31), warp_row = int(threadIdx.x / 32 * kWarpRows);
-    const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+    const int heads_per_token = tile.group * task.num_kv_heads, first_head = task.kv_head * tile.group;
 #pragma unroll
     for (int block = 0; block < kWarpBlocks; ++block) {
 #pragma unroll
@@ -238,7 +242,7 @@ __device__ __forceinline__ void store_outputs(void* out, const QueryTile<kQueryR
             const float factor = 1.0f / sum_with_sink(references[block][half] * to_log2, total, sink);
             const long long start = tile.head(row, heads_per_token, first_head) * HEAD_DIM + 2 * (lane & 3);
 #pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
+            for (int c = 0; c < HEAD_DIM / 8; ++c) {
                 store_pair(out, start + c * 8, act, sums[block][c][2 * half] * factor,
                            sums[block][c][2 * half + 1] * factor);
             }

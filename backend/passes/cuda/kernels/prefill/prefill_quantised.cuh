@@ -18,49 +18,29 @@ __device__ __forceinline__ void e4m3x4_to_fp16(unsigned numbers, unsigned& low, 
     high = e4m3x2_to_f16x2(static_cast<unsigned short>(numbers >> 16));
 }
 
-// Like KvStream, with fp16 tiles. Each thread copies the bytes that it later converts itself, one item ahead of use.
-template <int THREADS, int TOKENS> struct QuantisedKvStream {
-    static constexpr int kRawChunks = HEAD_DIM / 16;  // of a row
-    static constexpr int kItemChunks = TOKENS * kRawChunks;
-    static constexpr int kPerThread = (kItemChunks + THREADS - 1) / THREADS;
-    static constexpr int kTileBytes = TOKENS * HEAD_DIM * 2;
+// Copies of quantised keys and values [TOKENS, HEAD_DIM] in shared memory, from where they become fp16. Each of THREADS
+// threads converts the bytes that it copied itself.
+template <int THREADS, int TOKENS, int UNROLL = 64> struct QuantisedItems {
+    static constexpr int kChunks = HEAD_DIM / 16;  // of a row
+    static constexpr int kAll = TOKENS * kChunks;
+    static constexpr int kPerThread = (kAll + THREADS - 1) / THREADS;
     static constexpr int kScaleBytes = kKvHasScales ? 4 : 0;  // per chunk: the word that contains its scale
+    static constexpr int kBytes = 2 * kAll * (16 + kScaleBytes);
 
-    unsigned char* shared;  // two tiles, then the bytes of two items, then their scales: keys first, then values
+    unsigned char* shared;  // kBytes: the bytes of two items, then their scales: keys first, then values
     KvPlaces places;
+    int thread;
 
-    __device__ __forceinline__ QuantisedKvStream(unsigned char* shared, const KvPlaces& places)
-        : shared(shared), places(places) {
-        const int first = places.begin / TOKENS * TOKENS;
-        copy(kKeys, first);
-        copy(kValues, first);
-    }
-
-    template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
-        cp_async_wait<1>();
-        convert(WHICH);  // all readers of this tile have passed the barrier in the call for the other tile
-        __syncthreads();
-        copy(WHICH, first + TOKENS);
-        return shared + WHICH * kTileBytes;
-    }
-
-  private:
-    __device__ __forceinline__ unsigned char* raw(int which, unsigned chunk_index) const {
-        return shared + 2 * kTileBytes + (which * kItemChunks + chunk_index) * 16;
-    }
-    __device__ __forceinline__ unsigned char* raw_scale(int which, unsigned chunk_index) const {
-        return shared + 2 * kTileBytes + 2 * kItemChunks * 16 + (which * kItemChunks + chunk_index) * 4;
-    }
-
+    // Copy a tile's keys or values, in a group of copies, with zeros for positions that `places` does not find.
     __device__ __forceinline__ void copy(int which, int first) {
         if (first < places.end) {
             if (which == kKeys) places.move_to(first);
-#pragma unroll
+#pragma unroll UNROLL
             for (int i = 0; i < kPerThread; ++i) {
-                const unsigned chunk_index = threadIdx.x + i * THREADS;
-                if (kItemChunks % THREADS != 0 && chunk_index >= kItemChunks) break;
-                const unsigned chunk = chunk_index % kRawChunks;
-                const int position = first + int(chunk_index / kRawChunks);
+                const unsigned chunk_index = thread + i * THREADS;
+                if (kAll % THREADS != 0 && chunk_index >= kAll) break;  // for whole warps
+                const unsigned chunk = chunk_index % kChunks;
+                const int position = first + int(chunk_index / kChunks);
                 const bool exists = position >= places.begin && position < places.end;
                 const unsigned char* block = places.block(position, which);
                 const int place = places.place(position);
@@ -74,13 +54,13 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
         cp_async_commit();
     }
 
-    __device__ __forceinline__ void convert(int which) {
-        unsigned char* tile = shared + which * kTileBytes;
-#pragma unroll
+    // Convert an item whose copies this thread has awaited. place(row, chunk): where chunk of 8 numbers goes.
+    template <class P> __device__ __forceinline__ void convert(int which, const P& place) const {
+#pragma unroll UNROLL
         for (int i = 0; i < kPerThread; ++i) {
-            const unsigned chunk_index = threadIdx.x + i * THREADS;
-            if (kItemChunks % THREADS != 0 && chunk_index >= kItemChunks) break;
-            const unsigned row = chunk_index / kRawChunks, chunk = chunk_index % kRawChunks;
+            const unsigned chunk_index = thread + i * THREADS;
+            if (kAll % THREADS != 0 && chunk_index >= kAll) break;
+            const unsigned row = chunk_index / kChunks, chunk = chunk_index % kChunks;
             const uint4 x = *reinterpret_cast<const uint4*>(raw(which, chunk_index));
             uint4 a, b;
 #if KV_DTYPE == 2
@@ -96,14 +76,47 @@ template <int THREADS, int TOKENS> struct QuantisedKvStream {
             e4m3x4_to_fp16(x.z, b.x, b.y);
             e4m3x4_to_fp16(x.w, b.z, b.w);
 #endif
-            *reinterpret_cast<uint4*>(tile + swizzled<2 * kRawChunks>(row, 2 * chunk) * 16) = a;
-            *reinterpret_cast<uint4*>(tile + swizzled<2 * kRawChunks>(row, 2 * chunk + 1) * 16) = b;
+            *reinterpret_cast<uint4*>(place(row, 2 * chunk)) = a;
+            *reinterpret_cast<uint4*>(place(row, 2 * chunk + 1)) = b;
         }
+    }
+
+  private:
+    __device__ __forceinline__ unsigned char* raw(int which, unsigned chunk_index) const {
+        return shared + (which * kAll + chunk_index) * 16;
+    }
+    __device__ __forceinline__ unsigned char* raw_scale(int which, unsigned chunk_index) const {
+        return shared + 2 * kAll * 16 + (which * kAll + chunk_index) * 4;
     }
 
     // The index of a chunk's scale among its block's scales. An aligned pair of scales is copied. Pages and tiles have
     // even numbers of tokens, so the lowest bit is the same for a token's row in the tile and its place in the page.
     static __device__ __forceinline__ int scale_index(int place, int chunk) {
         return place * (HEAD_DIM / kQ8Block) + chunk / (kQ8Block / 16);
+    }
+};
+
+// Like KvStream, with fp16 tiles. Copies are one item ahead of use.
+template <int THREADS, int TOKENS> struct QuantisedKvStream {
+    static constexpr int kTileBytes = TOKENS * HEAD_DIM * 2;
+
+    unsigned char* shared;  // two tiles, then the items
+    QuantisedItems<THREADS, TOKENS> items;
+
+    __device__ __forceinline__ QuantisedKvStream(unsigned char* shared, const KvPlaces& places)
+        : shared(shared), items{shared + 2 * kTileBytes, places, int(threadIdx.x)} {
+        const int first = places.begin / TOKENS * TOKENS;
+        items.copy(kKeys, first);
+        items.copy(kValues, first);
+    }
+
+    template <int WHICH> __device__ __forceinline__ const unsigned char* next(int first) {
+        unsigned char* tile = shared + WHICH * kTileBytes;
+        cp_async_wait<1>();
+        // All readers of this tile have passed the barrier in the call for the other tile.
+        items.convert(WHICH, [&](int row, int chunk) { return tile + swizzled<HEAD_DIM / 8>(row, chunk) * 16; });
+        __syncthreads();
+        items.copy(WHICH, first + TOKENS);
+        return tile;
     }
 };

@@ -78,10 +78,10 @@ struct SegmentResults {
 // Merge the results of a tile's segments and store the outputs. The first segment's are in rows place(row) of
 // `results`, the others' `stride` rows further each. A warp has every fourth row.
 template <class P>
-__device__ __forceinline__ void finish_segments(void* out, const SegmentResults& results,
+__device__ __forceinline__ void finish_segments(void* out, const Task& task, const SegmentResults& results,
                                                 const QueryTile<kQueryRows>& tile, const P& place, long long stride,
                                                 int num_segments, int act, float to_log2, const float* sinks) {
-    const int heads_per_token = tile.group * int(gridDim.x), first_head = int(blockIdx.x) * tile.group;
+    const int heads_per_token = tile.group * task.num_kv_heads, first_head = task.kv_head * tile.group;
     for (int row = int(threadIdx.x / 32); row < tile.num_rows; row += kThreads / 32) {
         const long long first = place(row);
         const float sink = sinks[first_head + tile.head_of_group(row)];
@@ -108,11 +108,13 @@ __device__ __forceinline__ void finish_segments(void* out, const SegmentResults&
 
 // Where the results of a tile's rows are in memory: [tokens, q heads], or a row for each of the tile's.
 struct OutputRows {
+    Task task;
     QueryTile<kQueryRows> tile;
 
-    __device__ __forceinline__ explicit OutputRows(const QueryTile<kQueryRows>& tile) : tile(tile) {}
+    __device__ __forceinline__ OutputRows(const PrefillStep& step, const Task& task)
+        : task(task), tile(step, task.tile) {}
     __device__ __forceinline__ long long operator()(int row) const {
-        return tile.head(row, tile.group * int(gridDim.x), int(blockIdx.x) * tile.group);
+        return tile.head(row, tile.group * task.num_kv_heads, task.kv_head * tile.group);
     }
 };
 struct PartRows {
@@ -127,53 +129,54 @@ struct SegmentWorkspace {
     unsigned* tickets;
 };
 
-// Which keys a block goes through: those of one segment, or all from `begin` to `end`.
+// Which keys a task goes through: those of one segment, or all from `begin` to `end`.
 struct KeyRange {
     int part;  // the segment's first position; -1: all
     int begin, end;
 
-    __device__ __forceinline__ KeyRange(const PrefillStep& step, const QueryTile<kQueryRows>& tile, int window)
-        : part(window > 0 ? -1 : step.tiles[4 * blockIdx.y + 2]) {
+    __device__ __forceinline__ KeyRange(const PrefillStep& step, int number, const QueryTile<kQueryRows>& tile,
+                                        int window)
+        : part(window > 0 ? -1 : step.tiles[4 * number + 2]) {
         begin = part >= 0 ? part : max(0, tile.position(0) - step.window + 1);
         const int last_end = tile.position(kQueryRows - 1) + 1;
         end = part >= 0 ? min(last_end, segment_end(part)) : last_end;
     }
 
-    // The end of the segment that contains `first`. A block that has one segment ends with it.
+    // The end of the segment that contains `first`. A task that has one segment ends with it.
     __device__ __forceinline__ int stop(int first, int window) const {
         return window > 0 ? end : min(end, segment_end(first));
     }
 };
 
-// Store the outputs of a block's rows, or its segment's results; the last block of a tile's segments merges them all.
+// Store the outputs of a task's rows, or its segment's results; the last task of a tile's segments merges them all.
 // All kThreads threads call. is_last: in shared memory.
-__device__ __forceinline__ void finish_block(void* out, const PrefillStep& step, const SegmentWorkspace& workspace,
-                                             const KeyRange& range, int window, int act, const Sums& sums,
-                                             const PerRow& references, const PerRow& totals, float to_log2,
-                                             const float* sinks, int* is_last) {
+__device__ __forceinline__ void finish_task(void* out, const PrefillStep& step, const Task& task,
+                                            const SegmentWorkspace& workspace, const KeyRange& range, int window,
+                                            int act, const Sums& sums, const PerRow& references, const PerRow& totals,
+                                            float to_log2, const float* sinks, int* is_last) {
     // Construct the tile again, so that it uses no registers in the loop.
-    const OutputRows rows(QueryTile<kQueryRows>(step, int(blockIdx.y)));
+    const OutputRows rows(step, task);
     const QueryTile<kQueryRows>& own = rows.tile;
     if (range.part < 0 && (window > 0 || range.end <= kShortestSegment)) {
-        store_outputs(out, own, act, sums, references, totals, to_log2, sinks);
+        store_outputs(out, task, own, act, sums, references, totals, to_log2, sinks);
     } else if (range.part < 0) {
         workspace.merged.add(sums, references, totals, own.num_rows, true, to_log2, rows);
         sync_threads();
-        finish_segments(out, workspace.merged, own, rows, 0, 1, act, to_log2, sinks);
+        finish_segments(out, task, workspace.merged, own, rows, 0, 1, act, to_log2, sinks);
     } else {
         const SegmentResults& parts = workspace.parts;
-        const long long stride = (long long)(gridDim.x) * kQueryRows;
-        const int slot = step.tiles[4 * blockIdx.y + 3], first_slot = slot - segment_number(range.part);
-        const PartRows own_rows{slot * stride + blockIdx.x * kQueryRows};
-        const PartRows first_rows{first_slot * stride + blockIdx.x * kQueryRows};
+        const long long stride = (long long)(task.num_kv_heads) * kQueryRows;
+        const int slot = step.tiles[4 * task.tile + 3], first_slot = slot - segment_number(range.part);
+        const PartRows own_rows{slot * stride + task.kv_head * kQueryRows};
+        const PartRows first_rows{first_slot * stride + task.kv_head * kQueryRows};
         parts.add(sums, references, totals, own.num_rows, false, to_log2, own_rows);
         const int num_segments = segment_number(own.position(kQueryRows - 1)) + 1;
-        unsigned* ticket = workspace.tickets + first_slot * gridDim.x + blockIdx.x;
+        unsigned* ticket = workspace.tickets + first_slot * task.num_kv_heads + task.kv_head;
         sync_threads();
         if (threadIdx.x == 0) *is_last = take_ticket(ticket) + 1 == unsigned(num_segments);
         sync_threads();
         if (!*is_last) return;
-        finish_segments(out, parts, own, first_rows, stride, num_segments, act, to_log2, sinks);
+        finish_segments(out, task, parts, own, first_rows, stride, num_segments, act, to_log2, sinks);
         if (threadIdx.x == 0) *ticket = 0;
     }
 }

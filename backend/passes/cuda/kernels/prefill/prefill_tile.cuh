@@ -73,6 +73,14 @@ template <int NUM_ROWS> struct QueryTile {
     }
 };
 
+// What a block computes at a time: a tile of queries for one kv head.
+struct Task {
+    int kv_head, num_kv_heads;
+    int tile;
+};
+// With a block for each.
+__device__ __forceinline__ Task task_of_block() { return {int(blockIdx.x), int(gridDim.x), int(blockIdx.y)}; }
+
 // 8 numbers of an array of dtype act (0 fp32, 1 bf16, 2 fp16).
 __device__ __forceinline__ void load8_act(const void* array, long long index, int act, float (&x)[8]) {
     if (act == 0) {
@@ -97,11 +105,12 @@ struct KvPlaces {
     int begin, end;
     int pages, next_pages;  // of the lane's run in the span of 512 tokens that copies have reached, and in the next one
 
-    __device__ __forceinline__ KvPlaces(unsigned char* layer, const int* table, int page_bits, int begin, int end)
+    __device__ __forceinline__ KvPlaces(unsigned char* layer, const Task& task, const int* table, int page_bits,
+                                        int begin, int end)
         : table(table), page_bits(page_bits), begin(begin), end(end) {
-        const int num_kv_heads = int(gridDim.x), page_size = 1 << page_bits;
-        const KvBlock keys(layer, 0, 0, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
-        const KvBlock values(layer, 0, 1, int(blockIdx.x), num_kv_heads, page_size, HEAD_DIM);
+        const int page_size = 1 << page_bits;
+        const KvBlock keys(layer, 0, 0, task.kv_head, task.num_kv_heads, page_size, HEAD_DIM);
+        const KvBlock values(layer, 0, 1, task.kv_head, task.num_kv_heads, page_size, HEAD_DIM);
         first = reinterpret_cast<const unsigned char*>(keys.numbers);
         half_page_bytes = int(reinterpret_cast<const unsigned char*>(values.numbers) - first);
         pages = find_pages(begin / kSpan * kSpan);
@@ -160,7 +169,7 @@ constexpr int kKeys = 0, kValues = 1;
 // which other positions are 0. Shared memory holds SLOTS tiles; copies of up to SLOTS - 1 tiles run ahead of the tile in
 // use.
 template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
-    static constexpr int kChunks = HEAD_DIM * int(sizeof(Kv)) / 16;
+    static constexpr int kRowChunks = HEAD_DIM * int(sizeof(Kv)) / 16, kChunks = (kRowChunks + 1) / 2 * 2;
     static constexpr int kTileBytes = TOKENS * kChunks * 16;
 
     unsigned char* shared;
@@ -198,7 +207,7 @@ template <int THREADS, int TOKENS, int SLOTS, class Places> struct KvStream {
                 if (TOKENS * kChunks % THREADS != 0 && chunk_index >= TOKENS * kChunks) break;
                 const unsigned row = chunk_index / kChunks, chunk = chunk_index % kChunks;
                 const int position = first + int(row);
-                const bool exists = position >= places.begin && position < places.end;
+                const bool exists = position >= places.begin && position < places.end && chunk < kRowChunks;
                 const unsigned char* source = places.numbers(position, which) + chunk * 16;
                 cp_async_16(tile + swizzled<kChunks>(row, chunk) * 16, source, exists ? 16 : 0);
             }

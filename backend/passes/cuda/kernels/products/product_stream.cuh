@@ -1,3 +1,5 @@
+// Macro: STREAM_ROWS, the most rows, 32 or 8: with 8 a block may go through many tiles (product_claims.cuh).
+//
 // The products of product_tiles.cuh for few rows, where reading the weights takes all the time: each lane streams its
 // own weights through a ring in shared memory, begun before the kernel's input exists. Nothing in the loop waits for
 // another lane, and no register holds weights that are still on their way.
@@ -7,9 +9,15 @@
 #include "products/product_tiles.cuh"
 #include "common/reduce.cuh"
 
+#ifndef STREAM_ROWS
+#define STREAM_ROWS 32
+#endif
+
 constexpr int kStreamThreads = 256;
-constexpr int kStreamBlocks = TILE_OUTPUTS == 16 ? 3 : 2;  // of a multiprocessor; the ring's size allows them
-constexpr int kStreamRows = 32;
+// Of a multiprocessor; the ring's size allows them. Of blocks that claim tiles, fewer: the more each has, the more evenly
+// they end.
+constexpr int kStreamBlocks = TILE_OUTPUTS == 16 && STREAM_ROWS == 32 ? 3 : 2;
+constexpr int kStreamRows = STREAM_ROWS;
 constexpr int kRingChunks = 6;  // of each warp
 
 constexpr int kStreamWarps = kStreamThreads / 32;

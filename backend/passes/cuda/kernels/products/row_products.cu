@@ -4,6 +4,7 @@
 #include "rows/activations.cuh"
 #include "products/row_weights.cuh"
 
+#if STREAM_ROWS == 32
 // The first norm of a step: hidden [rows, size] = residual [rows, size] fp32 * norm, squares [rows]. Blocks: rows.
 extern "C" __global__ void __launch_bounds__(kStreamThreads, 4)
     weigh_rows(const float* __restrict__ residual, const float* __restrict__ norm, Act* __restrict__ hidden,
@@ -66,43 +67,49 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, 2)
     }
 }
 
-// out [rows, width] = silu(gate) * up of the norm of x; the linear's outputs are [gate | up].
+#endif
+
+// out [rows, width] = silu(gate) * up of the norm of x; the linear's outputs are [gate | up]. claims: see stream_tiles.
 extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     multiply_and_gate(const Act* x, const float* squares, const unsigned char* __restrict__ values,
                       const Scale* __restrict__ scales, const unsigned char* __restrict__ zeros,
                       const Act* __restrict__ bias, Act* out, int num_rows, int width, int inputs, int num_parts,
-                      float eps, int has_bias, float scale, int blocks) {
+                      float eps, unsigned* claims, int has_bias, float scale, int blocks) {
     extern __shared__ uint4 ring[];
     __shared__ float factors[kStreamRows];
     constexpr int kHalf = kTileOutputs / 2;
     const RowLinear linear{values, scales, zeros, bias, 2 * width, inputs, has_bias, scale, blocks};
     const WeighedRows rows{x, squares, num_parts, eps};
-    const int first = blockIdx.x * kHalf;
-    StreamedWeights weights = linear.weights({first, 2 * width, width - kHalf});
-    const float* sums = stream_tile(ring, x, weights, num_rows, inputs,
-                                    [&] { rows.find_factors(factors, num_rows, inputs); });
-    for_each_sum(num_rows, kHalf, [&](int row, int column, bool is_present) {
-        const int output = first + column;
-        if (!is_present || output >= width) return;
-        const float gate = linear.finish(sum_of(sums, row, column), factors[row], output);
-        const float up = linear.finish(sum_of(sums, row, column + kHalf), factors[row], width + output);
-        out[row * width + output] = from_float<Act>(Silu{}(gate) * up);
-    });
+    stream_tiles(
+        ring, x, [&](int tile) { return linear.weights({tile * kHalf, 2 * width, width - kHalf}); },
+        (width + kHalf - 1) / kHalf, num_rows, inputs, claims, [&] { rows.find_factors(factors, num_rows, inputs); },
+        [&](int tile, const float* sums) {
+            for_each_sum(num_rows, kHalf, [&](int row, int column, bool is_present) {
+                const int output = tile * kHalf + column;
+                if (!is_present || output >= width) return;
+                const float gate = linear.finish(sum_of(sums, row, column), factors[row], output);
+                const float up = linear.finish(sum_of(sums, row, column + kHalf), factors[row], width + output);
+                out[row * width + output] = from_float<Act>(Silu{}(gate) * up);
+            });
+        });
 }
 
 // out [rows, outputs] = the linear of x [rows, inputs].
 extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     multiply_rows(const Act* x, const unsigned char* __restrict__ values, const Scale* __restrict__ scales,
                   const unsigned char* __restrict__ zeros, const Act* __restrict__ bias, Act* out, int num_rows,
-                  int outputs, int inputs, int has_bias, float scale, int blocks) {
+                  int outputs, int inputs, unsigned* claims, int has_bias, float scale, int blocks) {
     extern __shared__ uint4 ring[];
     const RowLinear linear{values, scales, zeros, bias, outputs, inputs, has_bias, scale, blocks};
-    const int first = blockIdx.x * kTileOutputs;
-    StreamedWeights weights = linear.weights({first, outputs, 0});
-    const float* sums = stream_tile(ring, x, weights, num_rows, inputs, [] {});
-    for_each_sum(num_rows, kTileOutputs, [&](int row, int column, bool is_present) {
-        const int output = first + column;
-        if (!is_present || output >= outputs) return;
-        out[(long long)(row) * outputs + output] = from_float<Act>(linear.finish(sum_of(sums, row, column), 1.0f, output));
-    });
+    stream_tiles(
+        ring, x, [&](int tile) { return linear.weights({tile * kTileOutputs, outputs, 0}); },
+        (outputs + kTileOutputs - 1) / kTileOutputs, num_rows, inputs, claims, [] {},
+        [&](int tile, const float* sums) {
+            for_each_sum(num_rows, kTileOutputs, [&](int row, int column, bool is_present) {
+                const int output = tile * kTileOutputs + column;
+                if (!is_present || output >= outputs) return;
+                const float y = linear.finish(sum_of(sums, row, column), 1.0f, output);
+                out[(long long)(row) * outputs + output] = from_float<Act>(y);
+            });
+        });
 }

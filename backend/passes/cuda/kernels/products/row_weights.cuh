@@ -11,7 +11,7 @@ using StreamedWeights = PlainWeights<Act>;
 #include "products/quantised_weights.cuh"
 using StreamedWeights = QuantisedWeights;
 #endif
-#include "products/product_stream.cuh"
+#include "products/product_claims.cuh"
 
 // A linear as kernels receive it: its weights [outputs, inputs], see PackedWeights, and bias [outputs] if has_bias. Its
 // results are scale * (x · weights + bias).

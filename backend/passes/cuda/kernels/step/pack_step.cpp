@@ -161,7 +161,7 @@ void write_rows(const Layout& layout, const Step& step) {
 
 extern "C" {
 
-int ps_abi() { return 22; }
+int ps_abi() { return PS_ABI; }
 
 // Returns a Fault, after which nothing has changed.
 i64 ps_pack_step(const Layout* layout, Step* step) {

@@ -93,7 +93,8 @@ def test_only_choices_that_change_bits_change_the_fingerprint() -> None:
     assert KernelChoices(ring_tiles=3, page_size_tokens=64, step_tokens=512).numerics() == {}
     constants = {
         "chunk tokens": "256", "chunk levels": "0", "key tokens": "64", "wgmma": "1", "product rows": "4",
-        "small product rows": "32", "quantised rows": "64", "rounded rows": "257", "whole products": "0",
+        "small product rows": "32", "quantised rows": "64", "rounded rows": "257", "grouped rows": "0",
+            "whole products": "0",
     }  # fmt: skip
     smaller = KernelChoices(query_rows=64)  # mma.sync alone has such tiles
     assert smaller.numerics() == constants | {"wgmma": "0"}

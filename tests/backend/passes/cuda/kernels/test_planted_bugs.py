@@ -73,7 +73,7 @@ def check_prefill(launcher: Launcher, kv_dtype: str) -> None:
 def check_wgmma(launcher: Launcher) -> None:
     """A window that begins within a tile, and a context of several segments in one block."""
     for window, row in ((70, Row(208, 70, 1)), (0, Row(4090, 9, 2))):
-        attention = prefill.attention_of(128, group=2, window=window, has_wgmma=True)
+        attention = prefill.attention_of(128, group=2, window=window, has_wgmma=True, num_sms=1)
         step = prefill.prepare(attention, [row])
         tiles = whole_tiles(np.array([[0, 0], [0, 128]][: 1 + (row.length > 64)], np.int32))
         error = prefill.error_of(attention, step, prefill.run(attention, step, launcher, tiles=tiles))
@@ -199,7 +199,12 @@ SEGMENTS = (
     Bug("prefill_tile.cuh", "position / kRun", "position / kRun / 2"),
     Bug("prefill_tile.cuh", "position % kSpan != 0 || position <= begin", "position % kSpan != 0"),
 )  # fmt: skip
-WGMMA, RING = "prefill_attention_wgmma.cu", "prefill_ring.cuh"
+CLAIMS = (
+    Bug("product_claims.cuh", "unsigned(num_tiles - num_blocks - 1)", "unsigned(num_tiles - num_blocks)"),
+    Bug("product_claims.cuh", "2 * num_blocks + int(claimed)", "2 * num_blocks + int(claimed) + 1"),
+    Bug("product_claims.cuh", "chunk + kStreamWarps < num_chunks", "true"),
+)
+WGMMA, RING, TASKS = "prefill_attention_wgmma.cu", "prefill_ring.cuh", "prefill_tasks.cuh"
 PREFILL_WGMMA = (
     Bug(WGMMA, "token + kTokens - 1 <= first && token > last - window", "token + kTokens - 1 <= first"),
     Bug(WGMMA, "token <= last && token + kTokens - 1 > first - window", "token <= last && token > first - window"),
@@ -208,6 +213,8 @@ PREFILL_WGMMA = (
     Bug(RING, "first < begin || first + kTokens > length", "first < begin"),
     Bug(RING, "first < begin || first + kTokens > length", "first + kTokens > length"),
     Bug(RING, "half * 64", "0"),
+    Bug(TASKS, "unsigned(num_tasks - 1)", "unsigned(num_tasks)"),
+    Bug(TASKS, "int(__shfl_sync(kWholeWarp, claimed, 0))", "int(__shfl_sync(kWholeWarp, claimed, 0)) + 1"),
     Bug("prefill_products.cuh", "chunk % 8 ^ row % 8", "chunk % 8"),
 )
 _STOP = "min(end, segment_end(first))"
@@ -369,6 +376,9 @@ PLANTED = {
     "rounded int8": Planted((ROWS,), partial(check_rounding, form="int8"), (*ROUNDED, *ROUNDED_INT8)),
     "rounded fp8": Planted((ROWS,), partial(check_rounding, form="fp8"), ROUNDED),
     "rows": Planted(ROW_SOURCES, check_rows, ROW_PRODUCTS),
+    "claims": Planted(
+        ("row_products.cu",), partial(row_products.check_claims, case=row_products.CLAIMED["bf16"]), CLAIMS
+    ),
     "sampling": Planted(("sampling.cu", FILTERING), check_sampling, SAMPLED),
     "experts": Planted((PRODUCTS, "experts.cu"), check_stored_experts, EXPERTS),
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.backend.checkpoint.config.decoder_config import ClampedGate, Experts
+from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel
 from penstock.backend.passes.cuda.ops.expert_ops import unsupported_reason
 from penstock.tools.gpu.cases.elementwise import DTYPES
 from penstock.tools.gpu.cases.products.experts import (
@@ -40,6 +41,21 @@ CHECKERS = {order: EmulatedLauncher("check", order, 3) for order in ("forward", 
 )
 def test_experts_agree_with_float64(experts: Experts, hidden: int, num_tokens: int, dtype: torch.dtype) -> None:
     check_experts(FAST, ExpertsCase(experts, hidden, num_tokens, dtype))
+
+
+class WithoutExpertProducts(EmulatedLauncher):
+    def launch(self, kernel: Kernel, grid: Grid, *arguments: Argument) -> None:
+        assert kernel.entry != "multiply_experts"
+        super().launch(kernel, grid, *arguments)
+
+
+@pytest.mark.parametrize("experts", [Experts(40, 3, 24, normalises=False), GPT_OSS], ids=str)
+def test_grouped_products_of_many_rows_agree_with_float64(experts: Experts) -> None:
+    """Some of the 40 experts have no rows."""
+    case = ExpertsCase(experts, 264, 9, torch.bfloat16, grouped_rows=9)
+    check_experts(WithoutExpertProducts(), case)
+    with pytest.raises(AssertionError, match="multiply_experts"):
+        check_experts(WithoutExpertProducts(), replace(case, num_tokens=8))
 
 
 @pytest.mark.parametrize("stored", STORED_FORMS)

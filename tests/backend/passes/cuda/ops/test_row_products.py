@@ -12,10 +12,12 @@ from penstock.backend.passes.cuda.ops.row_products import MAX_ROWS
 from penstock.tools.gpu.cases.products.row_products import (
     CASES,
     CHECKS,
+    CLAIMED,
     STORED,
     WIDE,
     RowCase,
     check_add,
+    check_claims,
     check_company,
     check_gate,
     check_store,
@@ -43,6 +45,13 @@ def test_products_with_weights_of_8_bits_agree_with_float64(case: RowCase) -> No
     for check in CHECKS:
         check(FAST, case)
     check_company(FAST, replace(case, num_rows=10))
+
+
+@pytest.mark.parametrize("case", CLAIMED.values(), ids=CLAIMED)
+def test_blocks_that_claim_tiles_give_the_same_bits(case: RowCase) -> None:
+    check_claims(FAST, case)
+    check_gate(FAST, replace(case, claiming_blocks=3))
+    check_claims(EmulatedLauncher("check", "random", 3), replace(case, width=56))
 
 
 def test_a_wide_output_is_cut_into_larger_tiles() -> None:
