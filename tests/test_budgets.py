@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 99_270
-MAX_LABORATORY_LINES = 20_270
+MAX_PRODUCT_LINES = 99_640
+MAX_LABORATORY_LINES = 20_430
 MAX_DOC_WORDS = 78_710
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
@@ -16,11 +16,11 @@ MAX_LINES = {
     "backend": 1_140,
     "backend/checkpoint": 13_560,
     "backend/engine": 5_480,
-    "backend/forward_pass": 900,
+    "backend/forward_pass": 905,
     "backend/kv_cache": 2_700,
-    "backend/passes": 19_850,
+    "backend/passes": 20_170,
     "backend/sampling": 840,
-    "backend/scheduling": 2_150,
+    "backend/scheduling": 2_155,
     "backend/sequences": 1_000,
     "backend/start": 1_220,
     "backend/structured_output": 2_300,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_450,
+    "tools/gpu": 7_600,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

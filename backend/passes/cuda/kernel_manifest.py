@@ -19,8 +19,9 @@ from penstock.backend.passes.cuda.ops import (
     quantized_linear,
     rounded_rows,
     row_products,
+    side_ops,
 )
-from penstock.backend.passes.cuda.step import device_sampler, step_buffers
+from penstock.backend.passes.cuda.step import device_sampler, draft_sampling, step_buffers
 
 FAMILIES = (
     step_buffers,
@@ -30,6 +31,7 @@ FAMILIES = (
     lora,
     rounded_rows,
     row_products,
+    side_ops,
     page_moves,
     decode_attention,
     prefill_attention,
@@ -37,6 +39,7 @@ FAMILIES = (
     delta_net,
     wide_attention,
     device_sampler,
+    draft_sampling,
 )
 
 

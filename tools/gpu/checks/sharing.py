@@ -105,7 +105,7 @@ def check_host_page_copies(results: Results, context: DeviceContext) -> None:
     try:
         pages = torch.arange(count, dtype=torch.int32, device=context.torch_device)
         places = pages.flip(0)
-        copy = make_page_copier(context, layout)
+        copy = make_page_copier(context)
         copy(cache, pool.pages, torch.stack([pages, places], dim=1))
         cache[:, :count] = 0xFF
         copy(pool.pages, cache, torch.stack([places, pages + count], dim=1))

@@ -96,7 +96,7 @@ def _measure_page_copies(results: Results, context: DeviceContext, layout: Cache
             .repeat_interleave(2)
             .view(-1, 2)
         )
-        copy = make_page_copier(context, layout)
+        copy = make_page_copier(context)
         for name, source, destination in (("save", cache, pool.pages), ("restore", pool.pages, cache)):
             us = context.clock.work_us([partial(copy, source, destination, pairs)])
             results.fact(f"link.pages.{name}", layout.num_bytes / us / 1e3, "GB/s", "by a kernel, page by page")

@@ -120,15 +120,13 @@ class CudaDeltaNetOps:
         return layer
 
     def create_states(self, num_states: int, num_spares: int = 0) -> None:  # noqa: ARG002 - drafts are not verified
-        net = self._net
-        for layer in self._layers:
-            shape = num_states, net.num_value_heads, net.value_dim, net.key_dim
-            layer.states = torch.zeros(shape, device=self._device)
-            layer.inputs = torch.zeros(num_states, net.conv_width - 1, net.num_channels, device=self._device)
-
-    @property
-    def states(self) -> list[Tensor]:
-        return [part for layer in self._layers for part in (layer.states, layer.inputs)]
+        net, shape = self._net, (len(self._layers), num_states)
+        states = torch.zeros(*shape, net.num_value_heads, net.value_dim, net.key_dim, device=self._device)
+        inputs = torch.zeros(*shape, net.conv_width - 1, net.num_channels, device=self._device)
+        for index, layer in enumerate(self._layers):
+            layer.states, layer.inputs = states[index], inputs[index]
+        self.states = [states, inputs]
+        """Each [layers, slots, …]."""
 
     def run(self, inputs: Tensor, x: Tensor, layer: CudaDeltaLayer, step: CudaStep) -> Tensor:
         net, rows, launch, num_tokens = self._net, step.rows, self._launcher.launch, len(x)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -148,11 +150,24 @@ def uuid_of(name: str) -> bytes:
         raise StartupError(f"GPU {_index_of(name)} cannot be used: {error}") from error
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.devices: WeakValueDictionary[int, CudaDevice] = WeakValueDictionary()
+
+
+_of_thread = _OfThread()
+
+
 def open_gpu(name: str) -> CudaDevice:
-    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
-    index = _index_of(name)
+    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError.
+
+    Passes of one thread share a device: a thread has one current stream.
+    """
+    index, opened = _index_of(name), _of_thread.devices
     try:
-        return CudaDevice(index)
+        if (device := opened.get(index)) is None:
+            device = opened[index] = CudaDevice(index)
+        return device
     except (KernelFailed, RuntimeError) as error:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 

@@ -73,8 +73,7 @@ class CudaOps(DeviceWeights):
         quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded, memory)
         super().__init__(device.torch_device, dtype, quantized, memory)
         self._device = device
-        self._launcher = device.launcher
-        self._config = config
+        self._launcher, self._config = device.launcher, config
         self._matmul, self.adapters = matmul, adapters
         self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
 
@@ -102,8 +101,9 @@ class CudaOps(DeviceWeights):
         self.side = None
         if config.layer_input_size or config.has_experts_beside:
             self.side = CudaSideOps(
-                config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts, lambda: self._elementwise,
-                lambda: self._buffers.input_ids, self._embed_rows, self.norm, self.linear_add, self._multiply,
+                self._launcher, config, dtype, device.torch_device, max_tokens, num_rows, self, self.experts,
+                lambda: self._elementwise, lambda: (self._buffers.input_ids, self._last_tokens), self._embed_rows,
+                self.norm, self.linear_add, self._multiply, lambda: self._now,
             )  # fmt: skip
         self.delta_net = self.mtp = None
         if (net := config.delta_net) is not None:
@@ -175,6 +175,8 @@ class CudaOps(DeviceWeights):
             yield from self.experts.kernels
         if self.delta_net is not None:
             yield from self.delta_net.kernels
+        if self.side is not None:
+            yield from self.side.kernels
         for attention in self._attention.values():
             yield from attention.kernels()
 

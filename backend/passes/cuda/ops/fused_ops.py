@@ -75,11 +75,14 @@ def make_ops(
     rounded_rows: int | None,
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
-    adapters: CudaAdapters | None = None,
+    adapter_bytes: int = 0,
     claims_products: bool = False,
 ) -> CudaOps:
-    """Return the operations of a model. product_rows and claims_products are settings of `FusedCudaOps`; the other
-    arguments are those of `CudaOps`."""
+    """Return the operations of a model. product_rows and claims_products are settings of `FusedCudaOps`, adapter_bytes
+    the memory of all adapters at a time, 0 for none; the other arguments are those of `CudaOps`."""
+    adapters = None
+    if adapter_bytes:
+        adapters = CudaAdapters(device.launcher, device.torch_device, dtype, max_tokens, adapter_bytes)
     ops = (FusedCudaOps if fuses(config, dtype, matmul) else CudaOps)(
         device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory,
         adapters=adapters,

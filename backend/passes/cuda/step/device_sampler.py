@@ -21,7 +21,7 @@ from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Argument, Ke
 
 Ints = NDArray[np.int32]
 
-MAX_VOCAB = 1 << 18
+MAX_VOCAB = 1 << 19
 MAX_BIASES = 300
 """Most logit biases per slot; the limit of `Sampling`."""
 
@@ -36,7 +36,7 @@ _MAX_LISTED = 16_384
 """Most tokens of a row that filters choose from without reading all logits again."""
 _MIN_TEMPERATURE = 1e-6
 """The same as in `penstock.backend.sampling.numpy_sampler`."""
-_MAX_COUNT = (1 << 13) - 1
+_MAX_COUNT = (1 << 12) - 1
 """Cap of a token's count when a sequence takes its slot."""
 
 _PARAMS = (
@@ -338,7 +338,7 @@ class DeviceSampler:
         words = np.minimum(np.bincount(generated, minlength=int(self._vocab_size)), _MAX_COUNT).astype(np.uint32) << 1
         words[prompt] |= 1
         tokens = np.flatnonzero(words)
-        return (tokens.astype(np.uint32) << 14 | words[tokens]).view(np.int32)
+        return (tokens.astype(np.uint32) << 13 | words[tokens]).view(np.int32)
 
     def _check_tokens(self, lowest: int, highest: int) -> None:
         if lowest < 0 or highest >= self._vocab_size:

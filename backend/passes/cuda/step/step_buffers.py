@@ -56,7 +56,7 @@ class StepBuffers:
         self.decode_rows = RowArrays(self.rows.query_starts, self.rows.context_lens, decode_slots)
         """See `CudaStep.decode_rows`; for a mixed step only."""
         self.logit_rows = RowArrays(*(self._view(f"logit_{name}") for name in names))
-        """The last tokens of the rows that need logits, as rows of one token each."""
+        """The last tokens of the rows that need logits, and the tokens before drafts, as rows of one token each."""
         self.logit_tokens = self._view("logit_tokens")
         """Index of each of those tokens in the step."""
         self.drawn_slots = self._view("drawn_slots")
@@ -117,7 +117,7 @@ class StepBuffers:
 
         tiles: `CudaStep.prefill_tiles`.
         """
-        num_logits = len(batch.logit_rows)
+        num_logits = batch.num_sampled
         return CudaStep(
             num_tokens=batch.num_tokens,
             rows=self.rows.cut(batch.num_rows),

@@ -16,7 +16,7 @@ from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 Ints = NDArray[np.int32]
 
 NO_INTS = np.empty(0, np.int32)
-MAX_PARTS = 12
+MAX_PARTS = 16
 _INT32 = np.dtype(np.int32)
 
 
@@ -173,10 +173,13 @@ class StepPacker:
             _Fault.STARTS: f"query_starts are {starts.tolist()}, for {batch.num_rows} rows and {len(ids)} tokens",
             _Fault.SLOTS: f"slots are {_range(batch.slots)}; there are {limits.max_rows}",
             _Fault.TOKENS: f"token ids are {_range(ids)}; the vocabulary has {limits.vocab_size}",
-            _Fault.DRAFTS: "drafts are not the last tokens of their rows, or rows and drafts are more than "
-            f"{limits.max_logits}",
             _Fault.LOGIT_ROWS: f"logit rows are {_range(batch.logit_rows)}; there are {batch.num_rows}",
         }
+        if fault == _Fault.DRAFTS:
+            if batch.num_sampled > limits.max_logits:
+                raise ValueError(f"{batch.num_sampled} rows and drafts are sampled; at most {limits.max_logits} may be")
+            first = ids[batch.verified_tokens + 1].min(initial=0)
+            raise ValueError(f"a draft is {first}; it must be a token, behind one of its row")
         if fault in texts:
             raise ValueError(texts[fault])
         ends = batch.context_lens + np.diff(starts)

@@ -21,6 +21,7 @@ from penstock.backend.passes.cuda.step.device_sampler import (
     SamplerFeatures,
     SlotArrays,
 )
+from penstock.backend.passes.cuda.step.draft_sampling import DraftSampling
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
 from penstock.backend.passes.cuda.step.step_packing import NO_INTS, StepLimits
 from penstock.backend.passes.cuda.step.step_results import ResultBuffers
@@ -48,6 +49,9 @@ class _Sent(NamedTuple):
     """int32 [S]; empty if nothing is scored."""
     scored_next_ids: Tensor
     """int32 [S], the token that follows each of scored_tokens."""
+    draft_slots: Tensor
+    draft_rows: Tensor
+    """int32, as in `DraftSampling.pack`; empty without drafts."""
 
 
 class StepSampling:
@@ -59,10 +63,12 @@ class StepSampling:
         """dtype is that of the logits. buffers send the step; they stay the caller's."""
         self._limits = limits
         self._buffers = buffers
-        self._slots = SlotArrays(limits.max_rows, sizes.logits_width, device.torch_device)
+        self._slots = SlotArrays(limits.max_rows + limits.max_verified, sizes.logits_width, device.torch_device)
         self._sampler = DeviceSampler(device.launcher, self._slots, dtype)
+        step = buffers.input_ids, buffers.logit_tokens, buffers.logit_rows.slots
+        self._drafts = DraftSampling(device.launcher, self._slots, limits.max_rows, step)
         self._masks = Uplink(device, sizes.mask_ints)
-        self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens)
+        self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens, limits.max_verified)
         self._max_update_ints = sizes.max_update_ints
         self._features: SamplerFeatures | None = None
         self._is_drawn = False
@@ -72,7 +78,7 @@ class StepSampling:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
-        return self._sampler.kernels
+        return *self._sampler.kernels, *self._drafts.kernels
 
     @property
     def last_tokens(self) -> Tensor:
@@ -92,7 +98,7 @@ class StepSampling:
     def capture(self, logits: Tensor) -> None:
         """Launch what draws the tokens of a step that `StepBuffers.load` sends as is_drawn."""
         num_rows = logits.shape[0]
-        buffers, tokens = self._buffers, self._results.tokens(num_rows)
+        buffers, tokens = self._buffers, self._results.ints(slice(num_rows))
         drawn, context_lens = buffers.drawn_slots[:num_rows], buffers.logit_rows.context_lens[:num_rows]
         self._sampler.sample(logits, drawn, context_lens, PLAIN, tokens)
 
@@ -112,7 +118,8 @@ class StepSampling:
         """Return the arrays to send with the step, for `begin`."""
         features = self._features = self._sampler.features(batch.slots[batch.logit_rows])
         scored = (NO_INTS, NO_INTS) if batch.scored is None else (batch.scored.tokens, batch.scored.next_ids)
-        return [features.logprob_rows, features.named, *scored]
+        drafts = (NO_INTS, NO_INTS) if batch.drafts is None else self._drafts.pack(batch, batch.drafts)
+        return [features.logprob_rows, features.named, *scored, *drafts]
 
     def begin(self, updates: Tensor, num_updates: int, parts: list[Tensor], *, is_drawn: bool) -> None:
         """Start a step with the results of `pack_slots` and `parts`, which are now on the device.
@@ -133,7 +140,7 @@ class StepSampling:
         logits_of: Callable[[Tensor], Tensor],
         doing: Callable[[], str],
     ) -> PendingOutput:
-        """Sample the rows of logits [L, vocab_size], if the step's graph has not; doing names the step in errors.
+        """Sample the rows of logits [L + D, vocab_size], if the step's graph has not; doing names the step in errors.
 
         logits_of returns the logits of scored tokens int32 [n], for n at most max_rows; its next call overwrites them.
         """
@@ -141,13 +148,20 @@ class StepSampling:
         features, scored = sent.features, (0, 0)
         if batch.scored is not None:
             scored = len(batch.scored.tokens), min(batch.scored.num_top, self._limits.vocab_size)
-        layout = results.lay_out(num_rows, (features.logprob_rows.size, features.num_top), scored)
-        tokens = results.tokens(num_rows)
+        layout = results.lay_out(batch, (features.logprob_rows.size, features.num_top), scored)
+        tokens = results.ints(slice(num_rows))
         if masks is not None or not self._is_drawn:
             rows, placed = self._buffers.logit_rows.cut(num_rows), None
             if masks is not None:
                 placed = self._send_masks(masks, num_rows)
-            self._sampler.sample(logits, rows.slots, rows.context_lens, features, tokens, placed)
+            slots = rows.slots
+            if batch.drafts is not None:
+                slots = sent.draft_slots
+                self._drafts.open(sent.draft_rows)
+            self._sampler.sample(logits, slots, rows.context_lens, features, tokens, placed)
+            if batch.drafts is not None:
+                mask_rows = self._slots.no_mask_rows if placed is None else placed[0]
+                self._drafts.accept(sent.draft_rows, mask_rows, tokens, results.ints(layout.accepted))
         if features.logprob_rows.size:
             out = results.logprobs(layout.sampled)
             self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)

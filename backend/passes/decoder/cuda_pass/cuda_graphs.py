@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.backend.checkpoint.files.progress import GRAPHS, MIXED_GRAPHS, make_progress
 from penstock.backend.passes.cuda.attention.delta_net import NUM_LAUNCHES as LAUNCHES_OF_RULES
 from penstock.backend.passes.cuda.ops.expert_ops import NUM_LAUNCHES as LAUNCHES_OF_EXPERTS
-from penstock.backend.passes.cuda.ops.side_ops import LAUNCHES_BESIDE, LAUNCHES_OF_INPUTS
+from penstock.backend.passes.cuda.ops.side_ops import LAUNCHES_BESIDE, LAUNCHES_OF_INPUTS, LAUNCHES_OF_STREAMS
 from penstock.backend.passes.cuda.step.step_packing import MixedPadding
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     per_layer += sum(norm is not None for norm in (config.names.attention_output_norm, config.names.mlp_output_norm))
     if config.layer_input_size:
         per_layer += 2 * launches + LAUNCHES_OF_INPUTS
+    if config.streams is not None:
+        per_layer += 2 * launches + LAUNCHES_OF_STREAMS
     per_layer += LAUNCHES_BESIDE * config.has_experts_beside
     of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + LAUNCHES_OF_RULES)
     softcap = 0 if config.scales.logits_softcap is None else 3

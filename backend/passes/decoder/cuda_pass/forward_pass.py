@@ -25,8 +25,7 @@ from penstock.backend.passes.cuda.device.device import annotate_faults, explain_
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.cuda.memory import page_moves
-from penstock.backend.passes.cuda.memory.lora import CudaAdapters
-from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, TokenCosts, open_pool
+from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, StateCopies, TokenCosts, open_pool
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
@@ -77,8 +76,8 @@ logger = logging.getLogger("penstock.backend")
 
 
 class CudaDecoderPass(LoadsAdapters):
-    """Implements `IBatchedForwardPass` and `ILoadsAdapters`. Logits are on the device in the weights' dtype; the next
-    step overwrites them.
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates` and `ILoadsAdapters`. Logits are on the device in the
+    weights' dtype; the next step overwrites them.
 
     `PassOptions.deterministic` changes matmul.py and step_attention.py, and leaves out fused_ops.py; everything else
     computes each row independently anyway.
@@ -130,21 +129,16 @@ class CudaDecoderPass(LoadsAdapters):
         self._decode_sizes = sizes.decode_sizes(rounds_rows=rounds)
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
-            adapted = None
-            if sizes.adapter_bytes:
-                adapted = CudaAdapters(
-                    device.launcher, device.torch_device, dtype, sizes.max_tokens, sizes.adapter_bytes
-                )
             self._ops = make_ops(
-                device, config, dtype, sizes.max_tokens, sizes.max_rows, choose_matmul(sizes),
+                device, config, dtype, sizes.max_tokens, sizes.max_logits, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
-                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapters=adapted,
+                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapter_bytes=sizes.adapter_bytes,
                 claims_products=bool(sizes.choices.claimed_products),
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
-            self._of_linears = adapted
-            if adapted is not None:
-                adapted.open(self._model.adapted_linears)
+            self._of_linears = self._ops.adapters
+            if self._ops.adapters is not None:
+                self._ops.adapters.open(self._model.adapted_linears)
             self._put_first(adapters)
 
     @classmethod
@@ -211,9 +205,8 @@ class CudaDecoderPass(LoadsAdapters):
         full_pages = None
         if full_layout is not None:
             full_pages = self._ops.full_cache.view(full_layout.num_layers, num_pages, full_layout.page_bytes)
-        self._moves = PageMoves(
-            device.launcher, layout, self._ops.pages, self._buffers.uplink, no_host_pages, full_layout, full_pages
-        )
+        self._moves = PageMoves(device.launcher, self._ops.pages, self._buffers.uplink, no_host_pages, full_pages)
+        self.create_checkpoints(0)
         try:
             device.launcher.prepare(
                 [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_moves.kernels()]
@@ -232,6 +225,10 @@ class CudaDecoderPass(LoadsAdapters):
             raise StartupError(reason) from error
         self.token_costs = TokenCosts(self.link.copy_s(self._spec.kv_bytes_per_token[kv_dtype]), token_s)
         self._moves.pool = open_pool(device, layout, self.link, self.token_costs, self._host_kv_bytes)
+
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        states = [] if self._ops.delta_net is None else self._ops.delta_net.states
+        self._states = StateCopies(self._device.launcher, states, num_checkpoints)
 
     @property
     def num_host_pages(self) -> int:
@@ -298,14 +295,22 @@ class CudaDecoderPass(LoadsAdapters):
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del self._graphs, self._adapted_graphs, self._mixed_graphs, self._buffers, self._sampling, self._model
+        del (
+            self._graphs,
+            self._adapted_graphs,
+            self._mixed_graphs,
+            self._buffers,
+            self._sampling,
+            self._model,
+            self._states,
+        )
         if self.shared_weights is not None:
             self.shared_weights.close()
         self._memory.unmap()
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        num_logits: int = batch.logit_rows.shape[0]
+        num_logits: int = batch.logit_rows.shape[0] if batch.drafts is None else batch.num_sampled
         is_decode_only = batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
         num_decode = num_logits if is_decode_only else count_decode_rows(batch)
         graphs = self._graphs if batch.adapters is None else self._adapted_graphs
@@ -317,25 +322,27 @@ class CudaDecoderPass(LoadsAdapters):
             tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode)
             mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
         own_tiles = tiles if mixed is None else NO_INTS
-        parts = [updates, restores, copies, own_tiles, *self._sampling.parts(batch)]
+        parts = [updates, restores, copies, *self._states.pack(batch), own_tiles, *self._sampling.parts(batch)]
         is_drawn = num_padded is not None and self._sampling.is_redrawable
         sent = self._buffers.load(batch, num_padded or 0, parts, mixed, is_drawn=is_drawn)
-        device_updates, device_restores, device_copies, device_tiles, *sampling_parts = sent
+        device_updates, device_restores, device_copies, of_states, state_saves, device_tiles, *sampling_parts = sent
         self._sampling.begin(device_updates, num_updates, sampling_parts, is_drawn=is_drawn)
         self._moves.run(device_restores, device_copies)
+        self._states.restore(of_states)
         for given in batch.embeddings:
             self._put_embeddings(given)
         if num_padded is not None:
             graphs.replay(num_padded)
-            return self._ops.last_logits(num_logits)
-        if mixed is not None:
-            stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
         else:
-            step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
-            self._ops.begin(step)
-            stored = *self._model.store_tokens(step), step
-        if num_logits or batch.scored is not None:
-            self._model.finish(*stored)
+            if mixed is not None:
+                stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
+            else:
+                step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
+                self._ops.begin(step)
+                stored = *self._model.store_tokens(step), step
+            if num_logits or batch.scored is not None:
+                self._model.finish(*stored)
+        self._states.save(state_saves)
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:

@@ -20,7 +20,6 @@ def unsupported_variation(config: DecoderConfig) -> str | None:
         "layer norms of q and k without a weight for each head": config.norm == "layer"
         and config.qk_norm in ("head", "projection"),
         "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
-        "several residual streams": config.streams is not None,
         "heads of several sizes or shared keys without norms of values": not config.norms_values
         and (config.full_heads is not None or config.num_shared_layers > 0),
         "inputs of layers without GELU": config.layer_input_size > 0 and config.activation != "gelu_tanh",

@@ -12,6 +12,7 @@ from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_l
 from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
+from penstock.backend.forward_pass import MAX_VERIFIED
 from penstock.backend.passes.cuda.attention import delta_net
 from penstock.backend.passes.cuda.attention.decode_attention import DecodeAttention
 from penstock.backend.passes.cuda.attention.kernel_limits import PAGE_SIZES_TOKENS
@@ -89,8 +90,14 @@ class StepSizes:
     choices: KernelChoices = CONSTANTS
     splits_layers: bool = False
     """The option `PassOptions.splits_layers`."""
+    max_verified: int = 0
+    """Most rows and drafts of a step with drafts; 0 if it may have none."""
     adapter_bytes: int = 0
     """Memory of all adapters at a time (`adapter_bytes`); 0 if there are never any."""
+
+    @property
+    def max_logits(self) -> int:
+        return max(self.max_rows, self.max_verified)
 
     def decode_sizes(self, *, rounds_rows: bool) -> list[int]:
         """Return the rows of captured decode steps; rounds_rows as in `captured_sizes`."""
@@ -123,10 +130,10 @@ def step_sizes(
     choices, _ = adopted_choices(options.device)
     if options.deterministic:  # with levels a row's bits depend on the others
         choices = replace(choices, chunk_levels=0)
-    return StepSizes(
-        options.max_running, options.max_batch_tokens, longest, options.deterministic, choices, options.splits_layers,
-        options.adapter_budget_bytes + sum(adapter_bytes(adapter, config, dtype) for adapter in adapters),
-    )  # fmt: skip
+    max_verified = MAX_VERIFIED if config.delta_net is None else 0  # a state does not go back
+    largest = options.max_running, options.max_batch_tokens, longest
+    num_bytes = options.adapter_budget_bytes + sum(adapter_bytes(adapter, config, dtype) for adapter in adapters)
+    return StepSizes(*largest, options.deterministic, choices, options.splits_layers, max_verified, num_bytes)
 
 
 def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
@@ -165,7 +172,7 @@ def plan_spec(
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
     num_linears = config.num_layers * len(ADAPTED_FIELDS)
     parts = (
-        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_rows, matmul),
+        activation_bytes(config, dtype, sizes.max_tokens, sizes.max_logits, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
         side_ops.side_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
         delta_net.delta_bytes(config, dtype, sizes.max_tokens, matmul.padded_rows(sizes.max_tokens)),
@@ -173,8 +180,8 @@ def plan_spec(
         sizes.max_tokens * row_of_8_bits,
         row_products.scratch_bytes(config.hidden_size, head_shape(config)) if fuses(config, dtype, matmul) else 0,
         StepBuffers.num_bytes(step_limits(config, sizes, smallest, 1, max(mixed, default=0))),
-        SlotArrays.num_bytes(sizes.max_rows, config.logits_width),
-        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens),
+        SlotArrays.num_bytes(sizes.max_rows + sizes.max_verified, config.logits_width),
+        ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens, sizes.max_verified),
         4 * mask_ints(config, sizes),
         lora.scratch_bytes(sizes.max_tokens, num_linears) if sizes.adapter_bytes else 0,
         sum(adapter_bytes(each, config, dtype) - each.num_values * dtype.itemsize for each in adapters),
@@ -190,6 +197,9 @@ def plan_spec(
         graph_bytes=parts[-1],
         runs_ahead=True,
         page_sizes=PAGE_SIZES_TOKENS,
+        copies_states=config.delta_net is not None,
+        verifies_drafts=sizes.max_verified > 0,
+        rounds_drafts=not sizes.deterministic,
     )
 
 
@@ -298,23 +308,13 @@ def attention_by_window(
         prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma, num_sms)
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
-            return OneKernelAttention(prefill, prefill_sizes, sizes.max_rows)
-        return TwoKernelAttention(
-            DecodeAttention(
-                layout,
-                config.num_heads,
-                scale,
-                max_rows=sizes.max_rows,
-                max_context_tokens=sizes.max_context_tokens,
-                num_sms=num_sms,
-                shared_bytes_per_sm=shared_bytes_per_sm,
-                window_tokens=window_tokens,
-                softcap=softcap,
-                choices=choices,
-            ),
-            prefill,
-            prefill_sizes,
-        )
+            return OneKernelAttention(prefill, prefill_sizes, sizes.max_logits)
+        decode = DecodeAttention(
+            layout, config.num_heads, scale, max_rows=sizes.max_logits, max_context_tokens=sizes.max_context_tokens,
+            num_sms=num_sms, shared_bytes_per_sm=shared_bytes_per_sm, window_tokens=window_tokens, softcap=softcap,
+            choices=choices,
+        )  # fmt: skip
+        return TwoKernelAttention(decode, prefill, prefill_sizes)
 
     windows = dict.fromkeys(layer_windows(config))
     full_layout = make_full_layout(config, layout)
@@ -335,7 +335,7 @@ def max_update_ints(config: DecoderConfig, sizes: StepSizes) -> int:
 
 def mask_ints(config: DecoderConfig, sizes: StepSizes) -> int:
     """Ints of one mask per row, and of the table from row to mask."""
-    return sizes.max_rows * (-(-config.logits_width // 32) + 1) + 8
+    return sizes.max_logits * (-(-config.logits_width // 32) + 1) + 8
 
 
 def sampling_sizes(config: DecoderConfig, sizes: StepSizes) -> SamplingSizes:
@@ -360,11 +360,14 @@ def step_limits(
         + 4 * MAX_PAGE_MOVES
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
-        + 24,
+        + 5 * sizes.max_verified  # slots of positions, and rows with drafts
+        + 4 * sizes.max_rows  # restored and saved states
+        + 40,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
         has_adapters=sizes.adapter_bytes > 0,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
+        max_verified=sizes.max_verified,
     )
 
 

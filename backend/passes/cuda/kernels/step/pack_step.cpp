@@ -12,7 +12,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 constexpr i32 kFromEmbeddings = -2, kBeyondAllTokens = 1 << 30;  // the latter: start of a padding row without tokens
-constexpr i64 kMaxParts = 12, kAlignment = 4;                    // in ints
+constexpr i64 kMaxParts = 16, kAlignment = 4;                    // in ints
 constexpr i64 kAxes = 3;                                         // of rotary positions
 
 struct Layout {
