@@ -41,16 +41,12 @@ def invariance_checks(shared_bytes: int = H200_SHARED_BYTES) -> Iterator[Check]:
 
 def small_wgmma_checks() -> Iterator[Check]:
     """Yield the small checks of kernels that only compute capability 9.0 has."""
-    yield from _hopper_instructions()
+    for name, run in wrappers.HOPPER_WRAPPERS.items():
+        yield Check("wgmma", name, run)
     yield from attention.small_wgmma_checks()
 
 
 def wgmma_checks() -> Iterator[Check]:
-    """Yield all checks of kernels that only compute capability 9.0 has."""
-    yield from _hopper_instructions()
-    yield from attention.wgmma_checks()
-
-
-def _hopper_instructions() -> Iterator[Check]:
-    for name, run in wrappers.HOPPER_WRAPPERS.items():
-        yield Check("wgmma", name, run)
+    """Yield all checks of such kernels."""
+    yield from small_wgmma_checks()
+    yield from attention.segment_checks("bf16", has_wgmma=True)

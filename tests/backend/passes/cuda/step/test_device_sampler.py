@@ -228,13 +228,14 @@ def test_filters_apply_after_masks_and_biases() -> None:
     assert set(device.sample(np.tile(logits, (draws, 1)), list(range(draws)), masks=masks)) == allowed
 
 
-@pytest.mark.parametrize("params", [{"top_k": 3, "top_p": 0.9}, {"typical_p": 0.7, "min_p": 0.01}])
 @pytest.mark.parametrize(
-    ("order", "dtype"),
+    ("order", "params", "dtype"),
     [
-        *((order, torch.float32) for order in ("forward", "reverse", "random")),
-        ("reverse", torch.bfloat16),
-        ("random", torch.float16),
+        ("forward", {"top_k": 3, "top_p": 0.9}, torch.float32),
+        ("reverse", {"typical_p": 0.7, "min_p": 0.01}, torch.float32),
+        ("random", {"top_k": 3, "top_p": 0.9}, torch.float32),
+        ("random", {"typical_p": 0.7, "min_p": 0.01}, torch.float16),
+        ("reverse", {"top_k": 3, "top_p": 0.9}, torch.bfloat16),
     ],
 )
 def test_filters_have_no_races_and_stay_in_bounds(order: str, params: dict[str, float], dtype: torch.dtype) -> None:
