@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.lazy_torch import torch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _ALIGNMENT = 64
 

@@ -170,8 +170,8 @@ class BackendOptions:
     speculation: Literal["auto", "none", "ngram", "draft"] = "auto"
     """Guesses the next tokens from an earlier place with the same three tokens, in the prompt or the answer, and
     verifies them in one step where that is expected to be quicker: while few sequences run. Answers are the same tokens
-    with and without it. auto is ngram with the CPU's native kernels, none elsewhere, and uses --draft-model or the
-    model's own head (MTP) too; draft uses one of these alone."""
+    with and without it; on a GPU without --deterministic they may differ by rounding. auto is ngram where answers are
+    the same, and uses --draft-model or the model's own head (MTP) too; draft uses one of these alone."""
 
     draft_model: str | None = None
     """A small model with the same tokenizer as --model, named like it, that guesses tokens. Its weights and its keys

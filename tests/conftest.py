@@ -64,10 +64,18 @@ _LONG_FILES = [
     "tests/backend/passes/cuda/test_pass_on_emulator.py",
     "tests/serve/upgrade/test_upgrade.py",
     "tests/backend/passes/cuda/test_combinations.py",
-    "tests/system/test_takeover.py",
+    "tests/backend/passes/cpu/arm/test_arm_kernels.py",
     "tests/cuda_emulator/test_rounding.py",
     "tests/tools/bench/test_serving.py",
     "tests/backend/passes/cuda/test_deterministic_pass.py",
+    "tests/system/test_chat_page.py",
+    "tests/backend/passes/transformers_model/test_transformers_pass.py",
+    "tests/system/test_wheel.py",
+    "tests/system/test_runtime_lora.py",
+    "tests/frontend/test_main.py",
+    "tests/system/test_real_tools.py",
+    "tests/system/test_lingering.py",
+    "tests/tools/demo_model/test_demo_model.py",
 ]
 
 

@@ -7,22 +7,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 99_030
-MAX_LABORATORY_LINES = 20_190
-MAX_DOC_WORDS = 78_870
+MAX_PRODUCT_LINES = 99_770
+MAX_LABORATORY_LINES = 19_630
+MAX_DOC_WORDS = 78_730
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
     "backend/checkpoint": 13_690,
     "backend/engine": 5_480,
-    "backend/forward_pass": 900,
+    "backend/forward_pass": 910,
     "backend/kv_cache": 2_700,
-    "backend/passes": 19_500,
+    "backend/passes": 20_260,
     "backend/sampling": 840,
-    "backend/scheduling": 2_150,
+    "backend/scheduling": 2_160,
     "backend/sequences": 1_000,
-    "backend/start": 1_210,
+    "backend/start": 1_220,
     "backend/structured_output": 2_300,
     "frontend": 1_320,
     "frontend/access": 860,
@@ -36,7 +36,7 @@ MAX_LINES = {
     "frontend/text": 2_110,
     "frontend/transport": 2_470,
     "penstock": 230,
-    "penstock/commands": 3_180,
+    "penstock/commands": 3_190,
     "penstock/process": 1_790,
     "penstock/serve": 3_600,
     "shm": 10,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 7_370,
+    "tools/gpu": 6_830,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

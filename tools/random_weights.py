@@ -234,16 +234,16 @@ class QuantizedRandomWeights(RandomWeights):
         config: DecoderConfig,
         dtype: torch.dtype,
         device: torch.device,
-        quantize: Callable[[Tensor], QuantizedWeight],
+        quantize: Callable[[Tensor], QuantizedWeight | Tensor],
     ) -> None:
         super().__init__(config, dtype, device)
-        self._quantize = quantize
+        self._matrices: list[dict[str, Any]] = [
+            {name: quantize(x) for name in _MATRICES if (x := getattr(layer, name)) is not None}
+            for layer in self._layers
+        ]
 
     def layer(self, index: int, dtype: Dtype) -> LayerWeights[Any]:
-        layer: LayerWeights[Any] = super().layer(index, dtype)
-        found = {name: getattr(layer, name) for name in _MATRICES}
-        matrices: dict[str, Any] = {name: self._quantize(x) for name, x in found.items() if x is not None}
-        return replace(layer, **matrices)
+        return replace(super().layer(index, dtype), **self._matrices[index])
 
 
 _MATRICES = ("qkv", "o", "gate_up", "down", "expert_gate_up", "expert_down")

@@ -25,6 +25,7 @@ from penstock.backend.forward_pass.output import (
 from penstock.backend.forward_pass.step import (
     FROM_EMBEDDINGS,
     FROM_SLOT,
+    MAX_VERIFIED,
     NO_ADAPTER,
     EmbeddedTokens,
     EmbeddingRows,
@@ -40,6 +41,7 @@ from penstock.backend.forward_pass.step import (
 __all__ = [
     "FROM_EMBEDDINGS",
     "FROM_SLOT",
+    "MAX_VERIFIED",
     "NOT_FINITE",
     "NO_ADAPTER",
     "DeviceLost",

@@ -91,8 +91,10 @@ class PassSpec:
     """
     verifies_drafts: bool = field(default=False, compare=False)
     """The loaded pass takes `StepBatch.drafts`: a token's logits have the same bits in a row of several tokens as
-    alone. With state_bytes_per_sequence a state goes back to where the first rejected draft began: such a step has at
-    most PassOptions.num_state_drafts drafts, and no state_saves of rows with drafts."""
+    alone, unless rounds_drafts. With state_bytes_per_sequence a state goes back to where the first rejected draft
+    began: such a step has at most PassOptions.num_state_drafts drafts, and no state_saves of rows with drafts."""
+    rounds_drafts: bool = field(default=False, compare=False)
+    """These logits are equal only up to rounding: drafts may change tokens, so the operator must ask for them."""
 
     def __post_init__(self) -> None:
         if self.state_bytes_per_sequence and self.whole_picture_tokens:
@@ -132,6 +134,8 @@ class PassOptions:
     """The instruction set of the CPU kernels; other passes ignore it."""
     adapters: tuple[Path, ...] = ()
     """Directories of low-rank adapters (LoRA, arXiv 2106.09685) of the model, in the layout of PEFT."""
+    adapter_budget_bytes: int = 0
+    """Memory of the adapters that come later (`ILoadsAdapters`), beside workspace_bytes; 0 if none do."""
     may_run_ahead: bool = False
     """The caller waits for the output of each step, so a pass on the CPU may be `PassSpec.runs_ahead`."""
     num_state_drafts: int = 0

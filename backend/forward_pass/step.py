@@ -16,6 +16,8 @@ FROM_SLOT = -1
 """In `StepBatch.input_ids`: the last token sampled for the row's slot, which the host may not know yet."""
 FROM_EMBEDDINGS = -2
 """In `StepBatch.input_ids` and in a sequence's tokens: no token; its embedding is given directly."""
+MAX_VERIFIED = 28
+"""Most of logit_rows and drafts together, in a step with `StepBatch.drafts`."""
 NO_ADAPTER = -1
 """In `StepBatch.adapters`: the row's sequence uses the model alone."""
 
@@ -205,7 +207,7 @@ class StepBatch:
     drafts: NDArray[np.int32] | None = None
     """[L] number of tokens at the end of each of logit_rows that are drafts: guesses of the next tokens, to verify.
     0 for rows that report log probabilities. None if no row has drafts. Only for passes whose spec says
-    verifies_drafts.
+    verifies_drafts. L + D is at most MAX_VERIFIED.
 
     Each draft and the token before the first one need logits. Tokens are drawn at these positions in turn, as long as
     the drawn token is the draft that follows; so they are those of steps without drafts. KV of the other drafts is
@@ -218,6 +220,11 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """L + D"""
+        return len(self.logit_rows) + (0 if self.drafts is None else int(self.drafts.sum()))
 
     @property
     def logit_tokens(self) -> NDArray[np.int32]:

@@ -78,8 +78,7 @@ class HostSampling:
         """See `IBatchedForwardPass.sample`. logits: those of batch.logit_tokens, [L + D + S, V]."""
         if batch.scored is None:
             return self._sample_rows(logits, batch, masks)
-        num_sampled = len(batch.logit_rows) + len(batch.verified_tokens)
-        output = self._sample_rows(logits[:num_sampled], batch, masks)
+        output = self._sample_rows(logits[: batch.num_sampled], batch, masks)
         return replace(output, scored=self.score(logits, batch.scored))
 
     def score(self, logits: NDArray[np.float32], scored: ScoredTokens) -> TokenLogprobs:

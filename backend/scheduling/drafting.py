@@ -6,13 +6,14 @@ from functools import partial
 from itertools import takewhile
 from typing import Protocol
 
+from penstock.backend.forward_pass import MAX_VERIFIED
 from penstock.backend.kv_cache.earlier_texts import EarlierTexts
 from penstock.backend.sequences.prompt_lookup import MAX_GUESSED, Guesser
 from penstock.backend.sequences.sequence import Sequence
 
 MAX_ROWS = 4
 """With more, rows fill a step: drafts save CPU time, but the gaps behind their steps cost as much."""
-MAX_DRAFTS = 24
+MAX_DRAFTS = MAX_VERIFIED - MAX_ROWS
 """Drafts of a step."""
 MAX_STATE_DRAFTS = 6
 """The same for a pass with states, which keeps one for each: they have 20 to 150 MB."""

@@ -189,6 +189,7 @@ def find_draft(options: BackendOptions, settings: PassOptions, spec: PassSpec) -
         settings,
         max_running=MAX_ROWS,
         max_context_tokens=None,
+        deterministic=False,  # guesses may be rounded
         host_kv_bytes=0,
         quantize="none",
         task="generate",

@@ -112,6 +112,17 @@ def _checkpoints(
     return StateCheckpoints(pool, plan.page_size_tokens, state_bytes=state_bytes)
 
 
+def uses_drafts(options: BackendOptions, forward_pass: IBatchedForwardPass) -> bool:
+    """Whether to guess tokens: by default only where that changes none. Raises StartupError."""
+    kind, spec = options.speculation, forward_pass.spec
+    if kind == "ngram" and not spec.verifies_drafts:
+        raise StartupError(
+            f"--speculation is ngram, but {type(forward_pass).__name__} cannot verify guessed tokens; leave it out"
+        )
+    is_chosen = kind != "auto" or options.draft_model is not None
+    return spec.verifies_drafts and kind != "none" and (is_chosen or not spec.rounds_drafts)
+
+
 def create_scheduler(
     plan: KvPlan | WholePlan,
     settings: PassOptions,
@@ -126,17 +137,13 @@ def create_scheduler(
 
     The table behind the board tells frontends with several backends which one has a prompt's beginning.
     """
-    verifies_drafts = forward_pass.spec.verifies_drafts
-    if options.speculation == "ngram" and not verifies_drafts:
-        raise StartupError(
-            f"--speculation is ngram, but {type(forward_pass).__name__} cannot verify guessed tokens; leave it out"
-        )
+    has_drafts = uses_drafts(options, forward_pass)
     if isinstance(plan, WholePlan):
         return WholeScheduler(plan.max_rows, plan.step_tokens), WholeBatchBuilder()
     names = PageDigestWriter(board.behind, plan.page_size_tokens)
     num_host_pages = count_host_pages(plan, forward_pass)
     drafting = None
-    if verifies_drafts and options.speculation != "none":
+    if has_drafts:
         max_drafts = MAX_STATE_DRAFTS if plan.state_bytes else MAX_DRAFTS
         drafting = Drafting(step_timing, EarlierTexts(plan.num_pages, plan.page_size_tokens), max_drafts)
     observers, texts = () if kv_events is None else (kv_events,), None if drafting is None else drafting.texts

@@ -10,12 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)

@@ -10,15 +10,13 @@ import resource
 import signal
 import socket
 import subprocess
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from penstock.process.children import module_argv, stop_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _encoder = msgspec.msgpack.Encoder()
 Message = TypeVar("Message", bound=Struct)

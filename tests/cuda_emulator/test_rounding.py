@@ -103,7 +103,7 @@ def test_passes_agree_with_the_cpu_pass_with_device_rounding(tmp_path: Path, mon
     record = Record(tmp_path)
     pass_agreement.check_families(record.results, context, ("qwen3",))
     pass_agreement.check_variations(record.results, context, "qwen3", ("int4",))
-    assert {"pass.qwen3.tokens", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
+    assert {"pass.qwen3.int4", "pass.qwen3.bf16", "pass.qwen3.fp16"} <= set(record.findings())
 
 
 def test_deterministic_passes_keep_a_rows_bits_with_device_rounding(tmp_path: Path) -> None:

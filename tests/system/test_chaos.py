@@ -19,7 +19,7 @@ MISSING = [name for name in ("haproxy", "nginx") if find_program(name) is None]
 @pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed: apt-get install haproxy nginx-light")
 def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = ("--minutes", "0.15", "--requests", "300", "--fault-every-s", "1.5", "--seed", "1080", "--prompts", "12")
+    options = ("--minutes", "0.1", "--requests", "200", "--fault-every-s", "1.5", "--seed", "1080", "--prompts", "12")
     result = subprocess.run(
         module_argv("penstock.main", ("chaos", *options, "--behind", "both", "--report", str(report))),
         cwd=tmp_path,
@@ -34,9 +34,9 @@ def test_nothing_is_lost_when_processes_and_clients_die_behind_haproxy_and_nginx
     assert found["imbalances"] == {}, result.stdout + result.stderr
     assert result.returncode == 0, result.stderr
     ends = found["ends"]
-    assert sum(ends.values()) == found["requests"] == 300
-    assert ends["complete and right"] > 40
-    assert ends["dropped by us"] > 80
+    assert sum(ends.values()) == found["requests"] == 200
+    assert ends["complete and right"] > 30
+    assert ends["dropped by us"] > 50
     assert ends["failed"] == 0
     assert found["faults"][0]["kind"] == "backend killed"
     assert set(found["descriptors"]) >= {"supervisor", "backend", "frontend", "worker"}

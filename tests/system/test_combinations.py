@@ -71,7 +71,7 @@ def test_any_combination_is_refused_or_answered_alike_streamed_and_whole(served_
     rng = random.Random(path)
     num_answered = 0
     with httpx.Client(base_url=served_demo, timeout=60.0, verify=False) as http:  # noqa: S501
-        for _ in range(60):
+        for _ in range(40):
             body = any_body(rng, OF_CHAT if path == CHAT else OF_COMPLETION)
             whole = http.post(path, json=body)
             stream = http.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
@@ -91,7 +91,7 @@ def test_any_combination_is_refused_or_answered_alike_streamed_and_whole(served_
             usages = (answer["usage"], chunks[-1]["usage"])
             counts = [{name: usage[name] for name in usage if name.endswith("_tokens")} for usage in usages]
             assert counts[0] == counts[1], body
-    assert num_answered > 30
+    assert num_answered > 20
 
 
 def text_of(choice: Any) -> str:

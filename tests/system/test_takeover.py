@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from tests.system.processes import Frontend, running, start_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 BODY = {
     "input": "Tell me a story.",
@@ -40,29 +38,30 @@ def events_in(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     return (msgspec.json.decode(line) for line in found if line != "[DONE]")
 
 
-@contextmanager
-def server(tmp_path: Path, *options: str) -> Iterator[Frontend]:
-    socket = tmp_path / "private" / "backend.sock"
+@pytest.fixture(scope="module")
+def frontend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    """Tests share one server: each begins with two workers that run."""
+    directory = tmp_path_factory.mktemp("s")
+    socket = directory / "private" / "backend.sock"
     backend = start_backend(socket, "--gpu", "none", "--kv-budget", "200MB", "--dtype", "fp32")
-    frontend = Frontend(socket, "--workers", "2", "--state-dir", str(tmp_path / "state"), *options)
+    frontend = Frontend(socket, "--workers", "2", "--state-dir", str(directory / "state"), "--drain-timeout-s", "0.01")
     with running(backend, frontend):
+        frontend.wait_ready()
         yield frontend
 
 
-def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(tmp_path: Path) -> None:
-    with server(tmp_path) as frontend:
-        frontend.wait_ready()
-        with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
-            worker = worker_of(client)
-            with client.stream("POST", "/v1/responses", json=BODY) as response:
-                seen = list(islice(events_in(response.iter_lines()), NUM_SEEN))
-                os.kill(worker, signal.SIGKILL)
-        path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
-        with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
-            with client.stream("GET", f"{path}&starting_after={NUM_SEEN - 1}") as response:
-                rest = list(events_in(response.iter_lines()))
-            with client.stream("GET", path) as response:
-                whole = list(events_in(response.iter_lines()))
+def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(frontend: Frontend) -> None:
+    with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
+        worker = worker_of(client)
+        with client.stream("POST", "/v1/responses", json=BODY) as response:
+            seen = list(islice(events_in(response.iter_lines()), NUM_SEEN))
+            os.kill(worker, signal.SIGKILL)
+    path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
+    with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
+        with client.stream("GET", f"{path}&starting_after={NUM_SEEN - 1}") as response:
+            rest = list(events_in(response.iter_lines()))
+        with client.stream("GET", path) as response:
+            whole = list(events_in(response.iter_lines()))
     assert len(seen) == NUM_SEEN
     assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
@@ -72,30 +71,29 @@ def test_sampled_stream_goes_on_event_for_event_when_its_worker_is_killed(tmp_pa
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_sampled_stream_goes_on_event_for_event_after_a_rolling_restart(tmp_path: Path, is_followed: bool) -> None:
-    with server(tmp_path, "--drain-timeout-s", "0.01") as frontend:
-        frontend.wait_ready()
-        with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
-            worker = worker_of(client)
-            with client.stream("POST", "/v1/responses", json=BODY) as response:
-                events = events_in(response.iter_lines())
-                seen = list(islice(events, NUM_SEEN))
-                if is_followed:
-                    os.kill(worker, signal.SIGTERM)
-                    seen += events
-        path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
-        read_on = f"{path}&starting_after={NUM_SEEN - 1}"
-        if is_followed:
-            read_on = seen.pop()["error"]["message"].partition("GET ")[2]
-        else:
-            os.kill(worker, signal.SIGTERM)
-        frontend.wait_for("again: it was put back")
-        with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
-            with client.stream("GET", read_on) as response:
-                rest = list(events_in(response.iter_lines()))
-            with client.stream("GET", path) as response:
-                whole = list(events_in(response.iter_lines()))
-        frontend.wait_for(r"worker \d exited with status 0; restarting")
+def test_sampled_stream_goes_on_event_for_event_after_a_rolling_restart(frontend: Frontend, is_followed: bool) -> None:
+    count = frontend.output.count("again: it was put back") + 1
+    with httpx.Client(base_url=frontend.url, timeout=30.0) as client:
+        worker = worker_of(client)
+        with client.stream("POST", "/v1/responses", json=BODY) as response:
+            events = events_in(response.iter_lines())
+            seen = list(islice(events, NUM_SEEN))
+            if is_followed:
+                os.kill(worker, signal.SIGTERM)
+                seen += events
+    path = f"/v1/responses/{seen[0]['response']['id']}?stream=true"
+    read_on = f"{path}&starting_after={NUM_SEEN - 1}"
+    if is_followed:
+        read_on = seen.pop()["error"]["message"].partition("GET ")[2]
+    else:
+        os.kill(worker, signal.SIGTERM)
+    frontend.wait_for("again: it was put back", count=count)
+    with httpx.Client(base_url=frontend.url, timeout=60.0) as client:
+        with client.stream("GET", read_on) as response:
+            rest = list(events_in(response.iter_lines()))
+        with client.stream("GET", path) as response:
+            whole = list(events_in(response.iter_lines()))
+    frontend.wait_for(r"worker \d exited with status 0; restarting", count=count)
     assert seen + rest == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
     assert whole[-1]["type"] == "response.incomplete", whole[-1]

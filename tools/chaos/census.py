@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.process.children import stat_fields
+from penstock.tools.chaos.ledger import Ledger
 from penstock.tools.processes import process_use
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from penstock.tools.chaos.ledger import Ledger
 
 MAX_GROWTH_BYTES = 24 << 20
 """Bytes that a process may grow by after warming up, whatever it has served: arenas of malloc, caches that fill."""

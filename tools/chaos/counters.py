@@ -6,17 +6,12 @@ import asyncio
 import math
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from penstock.tools.bench.load_generator.http_client import ConnectionBroken
+from penstock.tools.bench.load_generator.http_client import ConnectionBroken, HttpClient
 from penstock.tools.chaos.errors import ChaosError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.tools.bench.load_generator.http_client import HttpClient
-    from penstock.tools.chaos.ledger import Answer, Ledger
+from penstock.tools.chaos.ledger import Answer, Ledger
 
 _SAMPLE = re.compile(r"^(penstock_\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _SOURCE = re.compile(r'(?:model|replica)="(?:[^"\\]|\\.)*",?')

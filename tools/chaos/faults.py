@@ -6,22 +6,17 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.tools.bench.load_generator.http_client import HttpClient
 from penstock.tools.chaos.census import connection_inodes, process_state
 from penstock.tools.chaos.counters import wait_ready
-from penstock.tools.chaos.ledger import DoneFault
+from penstock.tools.chaos.ledger import DoneFault, Ledger
 from penstock.tools.chaos.plan import Fault, FaultKind
+from penstock.tools.chaos.server import Server
 from penstock.tools.processes import is_running, state_of
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from penstock.tools.chaos.ledger import Ledger
-    from penstock.tools.chaos.server import Server
 
 _RECOVERY_TIMEOUT_S = 90.0
 _EXIT_MARGIN_S = 30.0

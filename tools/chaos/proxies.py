@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import penstock
 from penstock.process.children import find_program
 from penstock.tools.chaos.errors import ChaosError
 from penstock.tools.processes import Child as OwnedProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 SHIPPED = Path(penstock.__file__).parents[1] / "docs" / "operations"
 """Folder of the configurations. A wheel has no docs, so it exists only in a checkout."""

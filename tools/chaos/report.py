@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 import penstock
 from penstock.tools.bench.harness.machine import MachineDescription, this_machine
+from penstock.tools.chaos.census import Growth, ProcessState
 from penstock.tools.chaos.errors import ChaosError
-from penstock.tools.chaos.ledger import EndKind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from penstock.tools.chaos.census import Growth, ProcessState
-    from penstock.tools.chaos.ledger import DoneFault, Ending, Ledger
+from penstock.tools.chaos.ledger import DoneFault, Ending, EndKind, Ledger
 
 
 @dataclass

@@ -8,42 +8,37 @@ if __name__ == "__main__":
     pause_collection()
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
-from penstock.backend.passes.cuda.device.kernel_choices import ChoicesRefused, read_choices
-from penstock.tools.gpu.runner import COMPILE_ONLY_S, SECTIONS, Run, choose_sections, run_all, run_section
+from penstock.tools.gpu import items
+from penstock.tools.gpu.items import Item, UnknownName
+from penstock.tools.gpu.runner import Run, run_all, run_items
 from penstock.tools.processes import exit_on_sigterm
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "gpu-check", description="Checks and measures the CUDA decoder on this machine's GPU."
+        "gpu-check", description="Checks and measures the CUDA pass on this machine's GPU."
     )
-    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="directory for report.json and report.md")
-    parser.add_argument(
-        "--budget",
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("gpu-check"), help="directory for report.json and report.md")
+    add(
+        "--seconds",
         type=float,
-        help="seconds for the whole run, shared among sections; default: the sum of the sections' own",
+        help="run what fits, the first names first; default: enough for the first names alone, or for all",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--only", default="", help="sections to run, in this order, separated by commas; default: all")
-    what.add_argument(
-        "--compile-only", action="store_true", help="compile every kernel for every architecture; needs no GPU"
+    add(
+        "--first", default="", help="names, or their beginnings, separated by commas; NAME+SETTING=VALUE with a setting"
     )
-    parser.add_argument(
-        "--cubins",
-        type=Path,
-        help="directory of compiled kernels, which --compile-only writes and other runs load; default: OUT/cubins",
-    )
-    parser.add_argument("--commit", default="", help="name of the commit for the report, if git cannot tell")
-    parser.add_argument(
-        "--choices", type=Path, metavar="FILE", help="kernel settings to measure instead of this GPU model's"
-    )
-    parser.add_argument("--match", default="", help="regular expression for names of kernels' checks and cases to run")
-    parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--section", choices=[section.name for section in SECTIONS], help=argparse.SUPPRESS)
+    add("--list", action="store_true", help="print the names and their seconds in the order of the run, and end")
+    add("--ab", type=Path, metavar="DIR", help="another checkout, whose kernels are timed in turns with this one's")
+    add("--checkpoint", default="", metavar="PREFIX", help="GGUF file, or what the names of its parts begin with")
+    add("--compile-only", action="store_true", help="compile every kernel for every architecture; needs no GPU")
+    add("--cubins", type=Path, help="directory of compiled kernels: written by --compile-only; default: OUT/cubins")
+    add("--commit", default="", help="name of the commit for the report, if git cannot tell")
+    add("--findings", type=Path, help=argparse.SUPPRESS)
+    add("--items", help=argparse.SUPPRESS)
     return parser
 
 
@@ -52,32 +47,30 @@ def main(argv: list[str]) -> int:
     resume_collection()
     parser = make_parser()
     options = parser.parse_args(argv)
-    only = tuple(filter(None, options.only.split(",")))
-    if unknown := set(only) - {section.name for section in SECTIONS}:
-        known = ", ".join(section.name for section in SECTIONS)
-        parser.error(f"--only names {', '.join(sorted(unknown))}; choose from {known}")
-    chosen = choose_sections(SECTIONS, ("compile",) if options.compile_only else only)
-    usual_s = COMPILE_ONLY_S if options.compile_only else sum(section.budget_s for section in chosen)
-    if options.budget is not None and not 10 <= options.budget <= 86_400:
-        parser.error(f"--budget is {options.budget:g}; it must be from 10 to 86,400 s")
-    budget_s = usual_s if options.budget is None else options.budget
-    try:
-        re.compile(options.match)
-    except re.error as error:
-        parser.error(f"--match is {options.match}: {error}")
-    if options.choices is not None:
-        try:
-            read_choices(options.choices)
-        except ChoicesRefused as refusal:
-            parser.error(f"--choices: {refusal}")
+    if options.items is not None:
+        return run_items(items.choose(options.items.split(",")), options.findings)
+    chosen = _chosen(parser, options)
+    if options.list:
+        print("\n".join(f"{item.seconds:6.1f} s  {item.name}" for item in chosen))
+        print(f"{items.wall_seconds(chosen):6.1f} s in all")
+        return 0
+    if options.ab is not None and not (options.ab / "penstock").is_dir():
+        parser.error(f"--ab is {options.ab}, which is no checkout")
+    seconds = 2 * items.wall_seconds(chosen) + 30 if options.seconds is None else options.seconds
+    if not 10 <= seconds <= 86_400:
+        parser.error(f"--seconds is {seconds:g}; it must be from 10 to 86,400")
     options.out.mkdir(parents=True, exist_ok=True)
-    cubins = (options.cubins or options.out / "cubins").absolute()
-    if options.section is not None:
-        section = next(section for section in SECTIONS if section.name == options.section)
-        return run_section(section, options.findings or options.out / f"{section.name}.jsonl", budget_s)
-    exit_on_sigterm()  # the running section is killed too
-    choices = options.choices and options.choices.absolute()
-    return run_all(Run(options.out, budget_s, chosen, cubins, options.commit, choices, options.match))
+    cubins, tree = (options.cubins or options.out / "cubins").absolute(), options.ab and options.ab.absolute()
+    exit_on_sigterm()  # the running items are killed too
+    return run_all(Run(options.out, seconds, chosen, cubins, options.commit, tree, options.checkpoint))
+
+
+def _chosen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[Item]:
+    first = [items.CUBINS.name] if options.compile_only else list(filter(None, options.first.split(",")))
+    try:
+        return items.order(first, has_others=options.seconds is not None)
+    except UnknownName as error:
+        parser.error(f"--first: {error}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs each section in a process of its own with its own time limit, so a fault or a hang ends only that section."""
+"""Runs the items that fit the time in processes of their own: a fault or a hang ends one item only."""
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -9,55 +10,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.process.children import stop_with_parent
+from penstock.tools.gpu.clocks import ClockLog
 from penstock.tools.gpu.environment import describe_environment, device_fault
+from penstock.tools.gpu.items import Item
 from penstock.tools.gpu.report import summary_lines, write_report
 from penstock.tools.gpu.results import (
-    CHOICES_VARIABLE,
+    BEGUN,
+    CHECKPOINT_VARIABLE,
     DEADLINE_VARIABLE,
-    MATCH_VARIABLE,
+    DONE,
+    NO_TIME,
+    OTHER_TREE_VARIABLE,
+    DeviceGone,
+    ItemOutcome,
     Results,
-    SectionOutcome,
-    SectionOver,
-    read_findings,
+    read_outcomes,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of the run. `module` has a function `run(results)`.
-
-    A run's time is shared among its sections in proportion to budget_s.
-    """
-
-    name: str
-    module: str
-    budget_s: float
-
-
-SECTIONS = (
-    # Includes the first import of torch, which reads it from the disk.
-    Section("environment", "penstock.tools.gpu.environment", 30),
-    Section("compile", "penstock.tools.gpu.checks.compilation", 35),
-    Section("ceilings", "penstock.tools.gpu.speed.ceilings", 20),
-    Section("correctness", "penstock.tools.gpu.checks.correctness", 90),
-    Section("kernels", "penstock.tools.gpu.speed.kernels", 90),
-    Section("end-to-end", "penstock.tools.gpu.speed.end_to_end", 150),
-    Section("invariance", "penstock.tools.gpu.checks.invariance", 50),
-    Section("sharing", "penstock.tools.gpu.checks.sharing", 15),
-    Section("sanitizer", "penstock.tools.gpu.checks.sanitizer", 75),
-)
-"""Most important first: a section that takes longer than its share takes time from the later ones."""
-COMPILE_ONLY_S = 1800.0
 _GRACE_S = 8.0
 _REPORT_EVERY_S = 5.0
-"""Seconds between report updates while a section runs: a killed run writes no report at its end."""
+"""Seconds between report updates: a killed run writes no report at its end."""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,112 +46,134 @@ class Run:
     """Options of a whole run."""
 
     out: Path
-    budget_s: float
-    sections: tuple[Section, ...]
+    seconds: float
+    items: Sequence[Item]
     cubins: Path | None = None
     """Directory of compiled kernels: read on a GPU, written without one."""
     commit: str = ""
-    choices: Path | None = None
-    """A file of kernel settings to measure instead of those of this GPU model."""
-    match: str = ""
-    """A regular expression for the names of kernels' checks and cases: others do not run."""
+    other_tree: Path | None = None
+    checkpoint: str = ""
+
+    def environment(self, until_s: float, scratch: str) -> dict[str, str]:
+        """The variables of its processes. A killed one leaves its temporary files in scratch."""
+        given = {
+            DEADLINE_VARIABLE: str(until_s), "PYTHONUNBUFFERED": "1", "TMPDIR": scratch,
+            OTHER_TREE_VARIABLE: "" if self.other_tree is None else str(self.other_tree),
+            CHECKPOINT_VARIABLE: self.checkpoint,
+        }  # fmt: skip
+        brought = {} if self.cubins is None else {CUBINS_VARIABLE: str(self.cubins)}
+        return brought | os.environ | given
 
 
-def choose_sections(sections: tuple[Section, ...], only: tuple[str, ...]) -> tuple[Section, ...]:
-    """The named sections, in this order; without names all."""
-    return tuple(section for name in only for section in sections if section.name == name) or sections
+@dataclass
+class _Process:
+    """A process that runs items, one after the other."""
+
+    items: list[Item]
+    path: Path
+    child: subprocess.Popen[bytes] = field(init=False)
+
+    def outcomes(self) -> list[ItemOutcome]:
+        """What it has found; an item during which it ended has failed, and those after it are missing."""
+        found, status = read_outcomes(self.path), self.child.poll()
+        if found and found[-1].outcome == BEGUN:
+            last, now_s = found[-1], time.monotonic()
+            item = next(item for item in self.items if item.name == last.name)
+            last.ended_s = now_s
+            if status is not None:
+                is_late = now_s - last.begun_s >= item.limit_s
+                last.outcome = "timed out" if is_late else f"ended with status {status}"
+        return found
+
+    def kill(self) -> None:
+        """What an item started may outlive it, such as torch's compilers: the group is killed."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
 
 
 def run_all(run: Run) -> int:
-    """Run the sections in order. Returns the exit status: 0 only if every check of every section passed.
-
-    Time that a section leaves unused goes to the later ones.
-    """
-    ends_s = time.monotonic() + run.budget_s
-    environment = describe_environment(run.commit)
-    outcomes: list[SectionOutcome] = []
-    for index, section in enumerate(run.sections):
-        share = section.budget_s / sum(other.budget_s for other in run.sections[index:])
-        seconds = (ends_s - time.monotonic() - _GRACE_S) * share
-        print(f"{section.name} ({seconds:.0f} s)", flush=True)
-
-        def on_progress(found: SectionOutcome) -> None:
-            write_report(run.out, [*outcomes, found], environment)
-
-        outcome = _run_child(section, run, seconds, on_progress)
-        on_progress(outcome)
-        outcomes.append(outcome)
+    """Run the items in order, each if its seconds are left. Return 0 only if every check of every item passed."""
+    until_s, outcomes = time.monotonic() + run.seconds - _GRACE_S, list[ItemOutcome]()
+    environment, waiting = describe_environment(run.commit), list(run.items)
+    # What a process started may still write while the folder is removed.
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch,
+        ClockLog() as log,
+    ):
+        while waiting:
+            if time.monotonic() >= until_s:
+                outcomes += [ItemOutcome(item.name, NO_TIME, 0.0, 0.0, []) for item in waiting]
+                break
+            batch = next(list(members) for _, members in groupby(waiting, lambda item: item.is_beside))
+            parts = [[item] for item in batch] if batch[0].is_beside else [batch]
+            directory = Path(tempfile.mkdtemp(dir=scratch))
+            with _started(run, parts, until_s, directory) as processes:
+                written_s = 0.0
+                while any(process.child.poll() is None for process in processes):
+                    if time.monotonic() > until_s + _GRACE_S / 2:
+                        break
+                    if time.monotonic() - written_s > _REPORT_EVERY_S:
+                        so_far = [each for process in processes for each in process.outcomes()]
+                        write_report(run.out, [*outcomes, *so_far], environment, log.samples)
+                        written_s = time.monotonic()
+                    time.sleep(_POLL_S)
+            found = [each for process in processes for each in process.outcomes()]
+            names, now_s = {each.name for each in found}, time.monotonic()
+            lost = [part[0].name for part in parts if part[0].name not in names]
+            outcomes += [*found, *(ItemOutcome(name, "its process did not start", now_s, now_s, []) for name in lost)]
+            waiting = [item for item in waiting if item.name not in names.union(lost)]
+        write_report(run.out, outcomes, environment, log.samples)
     print("\n".join(summary_lines(outcomes)))
     failed = [outcome.name for outcome in outcomes if not outcome.passed]
-    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} sections passed; {run.out / 'report.md'}")
-    if failed:
-        print(f"failed: {', '.join(failed)}", flush=True)
+    num_run = sum(outcome.has_run for outcome in outcomes)
+    print(f"{num_run} of {len(outcomes)} items ran, {len(failed)} failed; {run.out / 'report.md'}", flush=True)
     return 1 if failed else 0
 
 
-def run_section(section: Section, findings: Path, budget_s: float) -> int:
-    """Run one section in this process, which `_run_child` started. Returns the exit status.
-
-    budget_s applies only if DEADLINE_VARIABLE is not set.
-    """
-    if DEADLINE_VARIABLE in os.environ:
-        stop_with_parent(signal.SIGKILL)
-    until_s = float(os.environ.get(DEADLINE_VARIABLE, time.monotonic() + budget_s))
-    results = Results(findings, until_s - time.monotonic(), device_fault)
+@contextmanager
+def _started(run: Run, parts: list[list[Item]], until_s: float, directory: Path) -> Iterator[list[_Process]]:
+    """Start a process for each part; when the context ends, so do they."""
+    processes: list[_Process] = []
+    environment = run.environment(until_s, str(directory.parent))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(parts))))
     try:
-        results.attempt(section.name, lambda: importlib.import_module(section.module).run(results))
-    except SectionOver as over:
-        print(f"  the section stops, the device is lost: {over}", flush=True)
-        return 3
-    return 0
+        for number, items in enumerate(parts):
+            process = _Process(items, directory / f"{number}.jsonl")
+            names = ",".join(item.name for item in items)
+            argv = [sys.executable, "-m", "penstock.tools.gpu", "--items", names, "--findings", str(process.path)]
+            # A group, not a session: a signal that ends our session ends the processes too.
+            process.child = subprocess.Popen(argv, process_group=0, env=environment)
+            processes.append(process)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
 
 
-def _run_child(
-    section: Section, run: Run, budget_s: float, on_progress: Callable[[SectionOutcome], None]
-) -> SectionOutcome:
-    """Run a section in a child process and return what it found.
-
-    on_progress receives the findings so far every few seconds. Findings travel in a temporary file, so that the
-    report's directory holds only the report. A child that is killed leaves its own temporary files: they are in the
-    same folder. What a section started may outlive it, such as torch's compilers; it is killed too, and what leaves the
-    child's group may still write while the folder is removed.
-    """
-    started_s = time.monotonic()
-    if budget_s <= 1:
-        return SectionOutcome(section.name, "skipped", 0.0, [])
-    with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
-        path = Path(scratch, f"{section.name}.jsonl")
-        argv = [sys.executable, "-m", "penstock.tools.gpu", "--section", section.name, "--findings", str(path)]
-        argv += ["--out", str(run.out)]
-        environment = os.environ | {DEADLINE_VARIABLE: str(started_s + budget_s), "PYTHONUNBUFFERED": "1"}
-        environment["TMPDIR"] = scratch
-        if run.cubins is not None:
-            environment.setdefault(CUBINS_VARIABLE, str(run.cubins))
-        if run.choices is not None:
-            environment[CHOICES_VARIABLE] = str(run.choices)
-        environment[MATCH_VARIABLE] = run.match
-        # A group, not a session: a signal that ends our session ends the sections too.
-        child = subprocess.Popen(argv, process_group=0, env=environment)
+def run_items(items: Sequence[Item], findings: Path) -> int:
+    """Run items in this process, which `run_all` started. Returns the exit status."""
+    stop_with_parent(signal.SIGKILL)
+    results = Results(findings, float(os.environ[DEADLINE_VARIABLE]) - time.monotonic(), device_fault)
+    last_s = results.until_s
+    for item in items:
+        left_s = last_s - time.monotonic()
+        if left_s < item.seconds:
+            results.note_item(item.name, NO_TIME)
+            print(f"{item.name}: {NO_TIME}: {item.seconds:g} s of {max(left_s, 0):.0f} s", flush=True)
+            continue
+        print(item.name, flush=True)
+        limit_s = min(item.limit_s, left_s + _GRACE_S / 4)
+        results.until_s = time.monotonic() + min(limit_s, left_s)
+        # Ends the process even if a call into a library hangs.
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        results.note_item(item.name, BEGUN)
         try:
-            until_s = started_s + budget_s + _GRACE_S
-            status = _wait(child, until_s, lambda: on_progress(_outcome(section, "running", started_s, path)))
-            outcome = "timed out" if status is None else "done" if status == 0 else f"failed with status {status}"
+            results.attempt(item.name, lambda item=item: importlib.import_module(item.module).run(results, item))  # type: ignore[misc]
+        except DeviceGone as gone:
+            results.note_item(item.name, f"the device is lost: {gone}")
+            return 3
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        return _outcome(section, outcome, started_s, path)
-
-
-def _wait(child: subprocess.Popen[bytes], until_s: float, on_wait: Callable[[], None]) -> int | None:
-    """Return the exit status; None if the child is still running at until_s."""
-    while (left_s := until_s - time.monotonic()) > 0:
-        try:
-            return child.wait(min(left_s, _REPORT_EVERY_S))
-        except subprocess.TimeoutExpired:
-            on_wait()
-    return None
-
-
-def _outcome(section: Section, outcome: str, started_s: float, path: Path) -> SectionOutcome:
-    return SectionOutcome(section.name, outcome, time.monotonic() - started_s, read_findings(path))
+            faulthandler.cancel_dump_traceback_later()
+        results.note_item(item.name, DONE)
+    return 0

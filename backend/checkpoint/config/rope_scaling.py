@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import RopeConfig
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
 from penstock.backend.checkpoint.config.tensors import (
     LayerWeights,
     TensorSpec,
@@ -14,12 +16,7 @@ from penstock.backend.checkpoint.config.tensors import (
     layer_specs,
     lm_head_spec,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.dtypes import Dtype
+from penstock.backend.dtypes import Dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,11 @@ import hashlib
 import os
 import re
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from penstock.process.cache_directory import cache_directory, mark_used, remove_unused
 from penstock.process.private_directory import Trust, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
 
 
 def cached_directory(kind: str, label: str, files: Sequence[Path], version: str, fill: Callable[[Path], None]) -> Path:

@@ -12,16 +12,14 @@ import os
 import struct
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.formats.numbers.ggml import BLOCK_TYPES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, TensorFile, check_apart
 from penstock.backend.checkpoint.formats.tensor_file import open_file as open_binary
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MAX_HEADER_BYTES = 1 << 28
 MAX_ARRAY_ITEMS = 1 << 22

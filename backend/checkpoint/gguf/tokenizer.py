@@ -8,17 +8,15 @@ Others are refused.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from penstock.backend.checkpoint.files.json_file import shorten
 from penstock.backend.checkpoint.gguf.splits import SPLITS
 from penstock.backend.errors import StartupError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 _PREFIX = "tokenizer.ggml."
 _NAMED_TEMPLATE = "tokenizer.chat_template."

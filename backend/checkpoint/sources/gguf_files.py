@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX
 from penstock.backend.errors import StartupError
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf", re.IGNORECASE)
 _TYPE = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|BF16|F16|F32|MXFP4\w*))(?=[-.]|$)", re.IGNORECASE)

@@ -8,16 +8,13 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.progress import logged_downloads
 from penstock.backend.errors import StartupError
 from penstock.process.options import format_size
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 logger = logging.getLogger("penstock.backend")
 

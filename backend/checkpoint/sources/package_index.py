@@ -16,9 +16,9 @@ import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.checkpoint.sources.gguf_files import choose_gguf, find_gguf_models
@@ -29,9 +29,6 @@ from penstock.process.cache_directory import cache_directory
 from penstock.process.children import stop_with_parent
 from penstock.process.options import format_size
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 logger = logging.getLogger("penstock.backend")
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from penstock.backend.checkpoint.config.decoder_config import Experts
 from penstock.backend.passes.cpu.library.native_structs import LinearOutput, OperationKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.backend.checkpoint.config.decoder_config import Experts
-    from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
-    from penstock.backend.passes.ops.interface import ExpertWeights
+from penstock.backend.passes.cpu.weight_memory.native_weights import PackedExperts, PackedLinear, WeightPacker
+from penstock.backend.passes.ops.interface import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CDLL, Structure, addressof, byref, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.backend.forward_pass import FROM_EMBEDDINGS, NOT_FINITE, SlotInit, TokenLogprobs, TokenMasks
+from penstock.backend.forward_pass import (
+    FROM_EMBEDDINGS,
+    NOT_FINITE,
+    SamplingParams,
+    SlotInit,
+    TokenLogprobs,
+    TokenMasks,
+)
 from penstock.backend.sampling.logprobs import with_named_tokens
 from penstock.backend.sampling.repetition import Repetitions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import SamplingParams
 
 _SPARE_TOKENS = 256
 """Room for sampled tokens that a sequence does not contain yet."""

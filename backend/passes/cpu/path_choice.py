@@ -96,7 +96,6 @@ def check_cpu_path(name: str) -> None:
         raise StartupError(f"--cpu-path is {name}, which this CPU does not support: choose from {names}")
 
 
-@cache
 def multiplies_bf16(cpu_path: str) -> bool:
     """The path has instructions for products of bf16. Raises StartupError if it cannot be used."""
     check_cpu_path(cpu_path)
@@ -105,6 +104,7 @@ def multiplies_bf16(cpu_path: str) -> bool:
     return (name if cpu_path == AUTO else cpu_path) in _FAST_BF16_PATHS
 
 
+@cache
 def load_kernels(cpu_path: str = AUTO) -> NativeKernels | None:
     """Return the kernels of a path, by default the fastest; None if there are none, which is logged.
 

@@ -4,25 +4,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from ctypes import CDLL, Structure, addressof, byref, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import StepBatch, StepOutput
-from penstock.backend.passes.cpu.library.native_structs import declare_functions
+from penstock.backend.passes.cpu.library.native_structs import StepRows, declare_functions
+from penstock.backend.passes.cpu.native_sampling import NativeSampler
+from penstock.backend.passes.ops.rope_table import RopeTable
 from penstock.backend.sampling.sampler import sampled_places
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.passes.cpu.library.native_structs import StepRows
-    from penstock.backend.passes.cpu.native_sampling import NativeSampler
-    from penstock.backend.passes.ops.rope_table import RopeTable
-
 
 _P, _N = c_void_p, c_int64
 _SIGNATURES = {

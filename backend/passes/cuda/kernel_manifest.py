@@ -12,23 +12,26 @@ from penstock.backend.passes.cuda.attention import (
     wide_attention,
 )
 from penstock.backend.passes.cuda.device.launcher import Kernel
-from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory import lora, page_moves
 from penstock.backend.passes.cuda.ops import (
     elementwise,
     expert_ops,
     quantized_linear,
     rounded_rows,
     row_products,
+    side_ops,
 )
-from penstock.backend.passes.cuda.step import device_sampler, step_buffers
+from penstock.backend.passes.cuda.step import device_sampler, draft_sampling, step_buffers
 
 FAMILIES = (
     step_buffers,
     elementwise,
     expert_ops,
     quantized_linear,
+    lora,
     rounded_rows,
     row_products,
+    side_ops,
     page_moves,
     decode_attention,
     prefill_attention,
@@ -36,6 +39,7 @@ FAMILIES = (
     delta_net,
     wide_attention,
     device_sampler,
+    draft_sampling,
 )
 
 

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config_json import choose_dtype, read_declared_dtype
 from penstock.backend.checkpoint.encoders.decoder_heads import read_head
+from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu_quantization
 from penstock.backend.dtypes import Dtype
-from penstock.backend.forward_pass import StepOutput
+from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, StepOutput, TokenMasks
 from penstock.backend.passes.cpu.path_choice import check_cpu_path
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.decoder.spec import WeightsWithHead, make_spec, pooled_spec
-from penstock.backend.passes.ops.interface import CPU_KV_DTYPES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.encoders.pooled_decoder import PooledDecoder
-    from penstock.backend.forward_pass import PassOptions, PassSpec, StepBatch, TokenMasks
-    from penstock.backend.passes.ops.cpu_interface import CpuOps
-    from penstock.backend.passes.ops.interface import Weights
+from penstock.backend.passes.ops.cpu_interface import CpuOps
+from penstock.backend.passes.ops.interface import CPU_KV_DTYPES, Weights
 
 
 class PooledDecoderPass(CpuDecoderPass):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
+from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, DeltaNet
 
 
 def qkv_order(config: DecoderConfig) -> NDArray[np.int64] | None:

@@ -102,4 +102,5 @@ class WeightsWithHead:
 
 def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
     """Change a decoder's spec to that of a pooling one."""
-    return replace(spec, pooled={pooled.kind: pooled.width}, generates=False, scores_prompts=False)
+    pools = {pooled.kind: pooled.width}
+    return replace(spec, pooled=pools, generates=False, scores_prompts=False, verifies_drafts=False, adapter_ranks=())

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from penstock.backend.passes.ops.interface import Ops
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
-    from penstock.backend.passes.ops.interface import Array, Forward, LinearAdapters, Step
-    from penstock.backend.sampling.sampler import IRowSampler
+from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
+from penstock.backend.passes.ops.interface import Array, Forward, LinearAdapters, Ops, Step
+from penstock.backend.sampling.sampler import IRowSampler
 
 
 class CpuCache(Protocol):

@@ -35,7 +35,7 @@ _TILE_LIMITS = TileLimits()
 
 
 class TransformersPass(HostSampling):
-    """Implements `IBatchedForwardPass`. The model's own code computes all but attention, in torch.
+    """Implements `IBatchedForwardPass` and `ICheckpointsStates`. The model's own code computes all but attention.
 
     It ignores PassOptions.deterministic: torch's products depend on the number of rows.
     """
@@ -50,7 +50,8 @@ class TransformersPass(HostSampling):
         self._facts = facts
         self._model: Module | None = model
         self._cache: PagedCache | None = None
-        self._states = SlotStates(facts.state_shapes, max_running, self._device)
+        self._max_running = max_running
+        self.create_checkpoints(0)
         self.spec = spec
 
     @classmethod
@@ -75,6 +76,10 @@ class TransformersPass(HostSampling):
             self._facts.kv_shapes, num_pages, page_size_tokens, kv_dtype, _TILE_LIMITS, self._device
         )
 
+    def create_checkpoints(self, num_checkpoints: int) -> None:
+        """They are the states behind those of slots."""
+        self._states = SlotStates(self._facts.state_shapes, self._max_running + num_checkpoints, self._device)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> NDArray[np.float32]:
         with self._faults(f"a step of {batch.num_tokens} tokens in {batch.num_rows} rows"):
@@ -90,8 +95,13 @@ class TransformersPass(HostSampling):
             for array in (self.begin_step(batch), batch.logit_tokens)
         )
         (step,), states = self._cache.begin_step(batch), self._states.begin_step(batch)
+        for checkpoint, slot in batch.state_restores:
+            self._states.copy(self._max_running + checkpoint, slot)
         with attention_by(paged_attention(step)), states_by(states):
-            return run_model(self._model, ids, step.positions, logit_tokens)
+            logits = run_model(self._model, ids, step.positions, logit_tokens)
+        for slot, checkpoint in batch.state_saves:
+            self._states.copy(slot, self._max_running + checkpoint)
+        return logits
 
     def _faults(self, doing: str) -> AbstractContextManager[None]:
         return nullcontext() if self._gpu is None else annotate_faults(self._gpu, doing)
@@ -128,6 +138,7 @@ def _spec(facts: ModelFacts, options: PassOptions) -> PassSpec:
         scores_prompts=True,
         has_llama_cpp_sampling=True,
         state_bytes_per_sequence=sum(shape.num_bytes for shape in facts.state_shapes.values()),
+        copies_states=bool(facts.state_shapes),
     )
 
 

@@ -59,6 +59,11 @@ class SlotStates:
             for layer, shape in shapes.items()
         }
 
+    def copy(self, source: int, destination: int) -> None:
+        for states in self.layers.values():
+            for state in states:
+                state[destination] = state[source]
+
     def begin_step(self, batch: StepBatch) -> StepStates:
         """Reset the state of new slots."""
         new = torch.tensor([init.slot for init in batch.slot_inits], dtype=torch.int64, device=self._device)

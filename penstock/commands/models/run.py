@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -15,9 +16,6 @@ from penstock.commands.terminal_chat import ChatOptions, chat
 from penstock.process.children import module_argv, stop_with_parent
 from penstock.process.supervisor import exit_status
 from penstock.shm.recording.running_servers import running_servers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _READY = "Ready: "
 _UNSET = ChatOptions().url

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.process.supervisor import describe_end
-from penstock.shm.memory.model_table import ModelState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.process.supervisor import Child, Supervisor
-    from penstock.serve.backend_children import PreparedBackend
-    from penstock.shm.memory.model_table import ModelTable
+from penstock.process.supervisor import Child, Supervisor, describe_end
+from penstock.serve.backend_children import PreparedBackend
+from penstock.shm.memory.model_table import ModelState, ModelTable
 
 _HOLDS_MEMORY = (ModelState.STARTING, ModelState.LOADING, ModelState.AWAKE, ModelState.FALLING_ASLEEP)
 

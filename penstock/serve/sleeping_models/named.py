@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
 from penstock.backend.model_names import PACKAGE_PREFIX
+from penstock.backend.options import BackendOptions
 from penstock.shm.memory.model_table import MAX_MODELS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from penstock.backend.options import BackendOptions
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,127}")
 NAME_RULE = "a name is 1 to 128 letters, digits and ._:/@+-, and begins with a letter or a digit"

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.backend.errors import StartupError
+from penstock.backend.options import BackendOptions
 from penstock.process.options import format_size
+from penstock.process.supervisor import Supervisor
+from penstock.serve.backend_children import PreparedBackend
 from penstock.serve.sleeping_models.attendant import ModelAttendant, SleepingModel
 from penstock.serve.sleeping_models.sizes import estimate
 from penstock.shm.memory.model_table import ModelState, ModelTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.backend.options import BackendOptions
-    from penstock.process.supervisor import Supervisor
-    from penstock.serve.backend_children import PreparedBackend
 
 _FOR_EVER_S = 1e9
 

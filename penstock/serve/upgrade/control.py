@@ -10,7 +10,9 @@ import contextlib
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
 
 import msgspec
 from msgspec import Struct
@@ -19,11 +21,6 @@ from penstock.process.private_directory import Trust, UnsafeDirectory, opened_di
 from penstock.serve.upgrade.new_options import BadOptions
 from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, ListeningAddress
 from penstock.shm.link.rendezvous import peer_credentials
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-    from typing import Self
 
 SUFFIX = ".ctl"
 _MAX_BYTES = 1 << 16

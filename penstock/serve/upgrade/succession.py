@@ -12,29 +12,21 @@ import contextlib
 import dataclasses
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from penstock.backend.errors import NO_ROOM_STATUS
-from penstock.process.supervisor import describe_end
-from penstock.serve.backend_children import CannotStart
+from penstock.backend.options import BackendOptions
+from penstock.process.supervisor import Child, Supervisor, describe_end
+from penstock.serve.backend_children import BackendChildren, CannotStart, PreparedBackend
 from penstock.serve.upgrade.control import Caller, CannotUpgrade, ControlSocket
 from penstock.serve.upgrade.new_options import BadOptions, changed
 from penstock.shm.client.replicas.replica_set import difference
-from penstock.shm.link.join import Refused, join
+from penstock.shm.link.join import Invitation, Refused, join
 from penstock.shm.link.listening_address import LOCK_SUFFIX, CannotListen, successor_path, take_over
 from penstock.shm.memory.board import BackendBoard
 from penstock.shm.memory.region import RegionError
-from penstock.shm.messages import WireError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from penstock.backend.options import BackendOptions
-    from penstock.process.supervisor import Child, Supervisor
-    from penstock.serve.backend_children import BackendChildren, PreparedBackend
-    from penstock.shm.link.join import Invitation
-    from penstock.shm.messages import ModelCard
+from penstock.shm.messages import ModelCard, WireError
 
 _CONNECT_LIMIT_S = 10.0
 """Time that the old backend waits for its frontends to find the new one."""

@@ -112,6 +112,7 @@ class OpenStream:
         self._waiter: asyncio.Future[None] | None = None
         self.is_waiting = False
         """The reader waits, and nobody has asked to wake it."""
+        self.restart()
 
     async def _next_turn(self) -> None:
         """Return when there is something to read and the reader's turn has come."""
@@ -172,7 +173,7 @@ class OpenStream:
         self.admitted_ns = self.admitted_ns or self.submitted_ns
 
     def restart(self) -> None:
-        """Another backend receives the request."""
+        """A backend receives the request: the first one, or another one."""
 
     def check_finish(self, finish: Finish) -> None:
         """The backend ends the request. Raises LinkBroken if the result is not complete."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.shm.buffers.shared_buffers import BufferSlice
 from penstock.shm.client.request import checked, prompt_tokens
 from penstock.shm.client.streams.open_stream import OpenStream
-from penstock.shm.client.streams.reader_turns import ReaderTurns
 from penstock.shm.link.frontend_link import LinkBroken
 from penstock.shm.messages import BufferContent, FailureCode, Finish, ModelCard, Pool, Pooled, PooledKind, VectorPart
 
@@ -120,22 +119,8 @@ class PooledFailed(Exception):
 class PooledStream(OpenStream):
     """The result of one request, delivered whole."""
 
-    __slots__ = ("_indices", "_num_values", "_num_vectors", "_pooled", "_values")
+    __slots__ = ("_indices", "_num_values", "_num_vectors", "_values")
     message: Pool
-
-    def __init__(
-        self,
-        message: Pool,
-        tokens: array[int],
-        abandon: Callable[[OpenStream, Finish], None],
-        deadline_s: float | None = None,
-        *,
-        turns: ReaderTurns,
-        group: int = 0,
-    ) -> None:
-        super().__init__(message, tokens, abandon, deadline_s, turns=turns, group=group)
-        self._pooled = message.pooled
-        self.restart()
 
     async def result(self) -> PooledResult:
         """Wait for the result. Raises PooledFailed."""
@@ -147,7 +132,7 @@ class PooledStream(OpenStream):
         return PooledResult(
             self._values,
             self._num_vectors,
-            self._indices if self._pooled.kind == "sparse" else None,
+            self._indices if self.message.pooled.kind == "sparse" else None,
             num_prompt_tokens,
             bool(self.is_coalesced),
             self.cached_tokens >= num_prompt_tokens,  # the prefix cache never serves all tokens
@@ -173,14 +158,14 @@ class PooledStream(OpenStream):
         num_values, odd_bytes = divmod(len(part.values), 4)
         if odd_bytes or len(self._values) + num_values > self._num_values:
             raise LinkBroken(f"a part of {len(part.values)} bytes continues {len(self._values)} of {self._num_values}")
-        if len(part.indices) != (len(part.values) if self._pooled.kind == "sparse" else 0):
+        if len(part.indices) != (len(part.values) if self.message.pooled.kind == "sparse" else 0):
             raise LinkBroken(f"a part has {len(part.values)} bytes of values and {len(part.indices)} of indices")
         if part.indices:
             self._add_indices(part.indices, model)
         self._values.frombytes(part.values)
 
     def _check_first(self, part: VectorPart, model: ModelCard) -> None:
-        pooled = self._pooled
+        pooled = self.message.pooled
         if (width := model.pooled_width(pooled.kind)) is None:
             raise LinkBroken(f'a vector of kind "{pooled.kind}", which the backend has not announced')
         num_vectors = self.num_prompt_tokens if pooled.kind in _PER_TOKEN else 1

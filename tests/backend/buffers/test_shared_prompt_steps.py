@@ -12,9 +12,9 @@ from penstock.backend.buffers import SharedPromptRows
 from penstock.backend.engine.steps.batch_builder import keep_rows
 from penstock.backend.forward_pass import FROM_EMBEDDINGS, EmbeddedTokens, StepBatch
 from penstock.backend.scheduling.step_plan import Plan
-from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 from tests.backend.buffers.embedded_prompts import StubLoan, fakes_tokens, random_rows, submit_embedded
 from tests.backend.harness import Bench, expected_tokens
+from tests.backend.passes.decoder.driver import RowsOnHost
 
 
 @pytest.fixture

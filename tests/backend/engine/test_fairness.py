@@ -137,7 +137,7 @@ def test_backlogged_tenants_receive_tokens_by_their_weights(bench: Bench, weight
     for number in FLOOD:
         prompt = [1 + number % 90, 1 + number // 90, *range(38)]
         bench.submit(prompt, 60, request_id=1000 + number, tenant=b"two", salt=b"two", weight=weight)
-    for _ in range(600):
+    for _ in range(300):
         bench.turn()
     received = {1: 0, 2: 0}
     for (_, request_id), answer in bench.link.received.items():

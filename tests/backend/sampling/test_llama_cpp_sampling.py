@@ -132,8 +132,8 @@ def probabilities_by_reference(logits: np.ndarray, params: SamplingParams, *, ex
     ],
 )
 def test_draws_follow_the_reference_by_chi_square(sampling: MakeSampling, params: SamplingParams) -> None:
-    """20,000 draws of different seeds; the bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
-    vocab, draws, width = 40, 20_000, 500
+    """10,000 draws of different seeds; the bound is the 1 - 1e-6 quantile of chi-square by Wilson and Hilferty."""
+    vocab, draws, width = 40, 10_000, 500
     logits = (np.random.default_rng(8).normal(size=vocab) * 2).astype(np.float32)
     sampler, counts = sampling(vocab, width), Counter[int]()
     for start in range(0, draws, width):

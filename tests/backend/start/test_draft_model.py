@@ -17,6 +17,7 @@ from penstock.backend.model_names import DEMO_MODEL_DIR
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.fake import FakePass
 from penstock.backend.start.draft_model import DraftChoice, find_draft, plan_with_draft
+from penstock.backend.start.paging import uses_drafts
 from penstock.backend.start.startup import describe_pass, pass_options, plan_memory
 
 if TYPE_CHECKING:
@@ -94,3 +95,18 @@ def test_draft_model_with_another_tokenizer_and_target_that_verifies_nothing_are
     target.spec = replace(target.spec, verifies_drafts=False)
     with pytest.raises(StartupError, match="FakePass cannot verify guessed tokens"):
         draft.load(target, DEMO_MODEL_DIR, plan)
+
+
+def test_tokens_are_guessed_by_default_only_where_that_changes_none() -> None:
+    target = FakePass(97, 4)
+    found = []
+    for rounds_drafts in (False, True):
+        target.spec = replace(target.spec, rounds_drafts=rounds_drafts)
+        given = [_options(draft_model=None, speculation=kind) for kind in ("auto", "none", "ngram")]
+        found += [uses_drafts(each, target) for each in given]
+    assert found == [True, False, True, False, False, True]
+    assert uses_drafts(_options(), target)
+    target.spec = replace(target.spec, verifies_drafts=False)
+    assert not uses_drafts(_options(draft_model=None), target)
+    with pytest.raises(StartupError, match="--speculation is ngram, but FakePass cannot verify guessed tokens"):
+        uses_drafts(_options(speculation="ngram"), target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.tools.gpu.cases.attention.choices import choice_checks
+from penstock.tools.gpu.cases.attention.catalogue import choice_checks
 from penstock.tools.gpu.cases.catalogue import invariance_checks, small_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check, Mismatch, require_close, require_same_bits, require_within
 from tests.cuda_emulator import EmulatedLauncher

@@ -1,24 +1,25 @@
-"""Sections in processes of their own, results, reports, goals, options, and the modules that gpu-check may import."""
+"""The list of items, results, the report, options, and the modules that gpu-check may import."""
 
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import penstock.tools.gpu
 from penstock.main import app
-from penstock.tools.gpu import environment, runner
+from penstock.tools.gpu import environment, items
 from penstock.tools.gpu.__main__ import main
+from penstock.tools.gpu.clocks import Sample
+from penstock.tools.gpu.items import UnknownName
 from penstock.tools.gpu.report import write_report
-from penstock.tools.gpu.results import Finding, Results, SectionOutcome, SectionOver, read_findings
-from penstock.tools.gpu.runner import SECTIONS, Run, Section, choose_sections, run_all
+from penstock.tools.gpu.results import BEGUN, DONE, DeviceGone, Finding, ItemOutcome, read_outcomes
+from tests.tools.gpu.device_context import Record
 
 PACKAGE = Path(penstock.tools.gpu.__file__).parent
 MODULES = sorted(".".join(path.relative_to(PACKAGE.parents[2]).with_suffix("").parts) for path in PACKAGE.rglob("*.py"))
@@ -54,7 +55,7 @@ def refused_imports(*modules: str) -> str:
 
 
 def test_gpu_check_imports_only_torch_cupy_numpy_safetensors_and_the_project() -> None:
-    assert {section.module for section in SECTIONS} <= set(MODULES)
+    assert {item.module for item in items.ITEMS} <= set(MODULES)
     assert refused_imports(*(name for name in MODULES if not name.endswith(("__main__", "engine_loop")))) == ""
 
 
@@ -69,29 +70,58 @@ def test_gpu_check_parses_as_python_3_11() -> None:
         ast.parse(path.read_text(), str(path), feature_version=(3, 11))
 
 
+# ---- The list ----
+
+
+def test_names_and_their_beginnings_come_first_and_the_others_follow() -> None:
+    names = [item.name for item in items.ITEMS]
+    assert len(set(names)) == len(names)
+    first = [item.name for item in items.order(["sharing", "attention.prefill"], has_others=True)]
+    assert first[0] == "sharing"
+    assert first[1:3] == ["attention.prefill.4k", "attention.prefill.8k"]
+    assert sorted(first) == sorted(names)
+    assert [item.name for item in items.order(["model.llama8b"], has_others=False)] == ["model.llama8b"]
+    assert [item.name for item in items.order([], has_others=False)] == names
+
+
+def test_settings_are_added_to_a_name() -> None:
+    (item,) = items.choose(["attention.prefill.1k+wgmma=0"])
+    assert (item.name, item.settings) == ("attention.prefill.1k+wgmma=0", (("wgmma", 0),))
+    for name, message in (
+        ("nothing", "nothing is no name of the list; names begin with environment, ceilings,"),
+        ("sharing+wgmma=0", "sharing is not measured with settings"),
+        ("experts.64+speed=1", "speed is no setting"),
+        ("experts.64+wgmma=2", "wgmma must be one of 0, 1"),
+    ):
+        with pytest.raises(UnknownName, match=message):
+            items.choose([name])
+
+
+def test_items_beside_each_other_take_the_time_of_the_longest() -> None:
+    chosen = items.choose(["ceilings", "correctness.wgmma", "correctness.decode", "environment"])
+    assert items.wall_seconds(chosen) == pytest.approx(3 * 8 + 8 + 20 + 2)
+
+
 # ---- Results ----
 
 
-def test_failed_attempt_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
-    results = Results(tmp_path / "x.jsonl", 60)
-
+def test_failed_attempt_is_recorded_and_the_next_one_runs(record: Record) -> None:
     def fail() -> None:
         raise ValueError("\n  the first line\nthe second")
 
-    assert not results.attempt("a", fail)
-    assert results.attempt("b", lambda: results.fact("b", 1.5, "us"))
-    failed, fact = read_findings(tmp_path / "x.jsonl")
+    assert not record.results.attempt("a", fail)
+    assert record.results.attempt("b", lambda: record.results.fact("b", 1.5, "us"))
+    failed, fact = record.all()
     assert (failed.name, failed.passed) == ("a", False)
     assert failed.detail.startswith("ValueError: the first line (test_gpu_check.py:")
     assert fact == Finding("b", 1.5, "us")
-    assert results.num_failed == 1
 
 
-def test_lost_device_ends_the_section(tmp_path: Path) -> None:
-    results = Results(tmp_path / "x.jsonl", 60, lambda: "an illegal memory access")
-    with pytest.raises(SectionOver, match="illegal"):
-        results.attempt("a", lambda: 1 / 0)
-    assert [finding.name for finding in read_findings(tmp_path / "x.jsonl")] == ["a", "device"]
+def test_lost_device_ends_the_process(record: Record) -> None:
+    record.results._device_fault = lambda: "an illegal memory access"
+    with pytest.raises(DeviceGone, match="illegal"):
+        record.results.attempt("a", lambda: 1 / 0)
+    assert [finding.name for finding in record.all()] == ["a", "device"]
 
 
 def test_cupy_synchronize_error_means_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,145 +135,83 @@ def test_cupy_synchronize_error_means_the_device_is_lost(monkeypatch: pytest.Mon
     assert environment.device_fault() == "cudaErrorIllegalAddress: an illegal memory access"
 
 
-def test_attempt_without_enough_time_is_recorded_as_skipped(tmp_path: Path) -> None:
-    results = Results(tmp_path / "x.jsonl", 5)
-    assert not results.attempt("a", lambda: 1 / 0, needs_s=10)
-    (skipped,) = read_findings(tmp_path / "x.jsonl")
-    assert (skipped.passed, skipped.detail) == (None, "not measured: only 5 s were left")
+def test_attempt_without_time_is_recorded_as_skipped(tmp_path: Path) -> None:
+    record = Record(tmp_path, -1)
+    assert not record.results.attempt("a", lambda: 1 / 0)
+    assert record.findings()["a"].detail == "not measured: no time was left"
 
 
 def test_line_cut_off_by_a_kill_is_ignored(tmp_path: Path) -> None:
-    results = Results(tmp_path / "x.jsonl", 5)
-    results.fact("a", 1)
-    with (tmp_path / "x.jsonl").open("a") as file:
+    record = Record(tmp_path)
+    record.results.fact("a", 1)
+    with (tmp_path / "findings.jsonl").open("a") as file:
         file.write('{"name": "b", "val')
-    assert [finding.name for finding in read_findings(tmp_path / "x.jsonl")] == ["a"]
-    assert read_findings(tmp_path / "nothing.jsonl") == []
+    assert [finding.name for finding in record.all()] == ["a"]
+    assert read_outcomes(tmp_path / "nothing.jsonl") == []
 
 
-# ---- The report ----
-
-
-def test_related_findings_share_a_line_and_show_their_share_of_the_ceiling(tmp_path: Path) -> None:
-    findings = [
-        Finding("sizes.kernels", "32/8 heads"),
-        Finding("memory.planned", 90.0, "GB"),
-        Finding("memory", 88.0, "", True),
-        Finding("attention.decode.64x8k", 3.44, "TB/s"),
-        Finding("attention.decode.64x8k.time", 630.0, "us"),
-        Finding("attention.decode.64x8k.q8_0", 3.01, "TB/s"),
-        Finding("attention.decode.64x8k.q8_0.time", 380.0, "us"),
-        Finding("attention.decode.64x8k.gate", None, "", True),
+def test_report_shows_each_time_beside_the_least_that_the_ceilings_allow(tmp_path: Path) -> None:
+    measured = [Finding("ceiling.read", 4.0, "TB/s"), Finding("ceiling.product", 700.0, "TFLOP/s")]
+    timed = [
+        Finding("attention.decode.64x8k", 700.0, "us", None, "all", 2.0e9, 1e9),
+        Finding("attention.prefill.4k", 100.0, "us", None, "", 0.0, 3.5e10),
+        Finding("attention.prefill.1k", None, "", None, "not measured: no time was left"),
+        Finding("attention.bits", 3, "", False, "differ"),
     ]
-    ceilings = SectionOutcome("ceilings", "done", 1.0, [Finding("ceiling.copy", 4.3, "TB/s")])
-    write_report(tmp_path, [ceilings, SectionOutcome("kernels", "done", 1.0, findings)], {})
+    outcomes = [
+        ItemOutcome("ceilings", DONE, 100.0, 108.0, measured),
+        ItemOutcome("attention.decode", DONE, 108.0, 110.0, timed[:1]),
+        ItemOutcome("attention.prefill", BEGUN, 110.0, 112.0, timed[1:]),
+        ItemOutcome("sharing", "not run, too little time was left", 0.0, 0.0, []),
+    ]
+    write_report(tmp_path, outcomes, {"gpu": "H200"}, [Sample(109.0, 1980.0, 2619.0, 600.0, 50.0)])
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[-5:] == [
-        "",
-        "* memory: 88 · pass; planned: 90 GB",
-        "* attention.decode.64x8k: 3.44 TB/s · 80 % of ceiling.copy; time: 630 us",
-        "* attention.decode.64x8k.q8_0: 3.01 TB/s · 70 % of ceiling.copy; time: 380 us",
-        "* attention.decode.64x8k.gate: pass",
+    assert "* gpu: H200" in lines
+    assert lines[lines.index("## Did not end") + 2 :][:2] == [
+        "* not run, too little time was left: sharing",
+        "* running: attention.prefill",
     ]
-    assert "* ceiling.copy: 4.3 TB/s" in lines
+    assert lines[-6:] == [
+        "## attention: 4 s, 1980 to 1980 MHz, 600 W, 50 °C",
+        "",
+        "* attention.bits: 3 · **FAIL** · differ",
+        "* attention.decode.64x8k: 700 us · 2.86 TB/s · 1.43 TFLOP/s · 71 % of the limit, 500 us · all",
+        "* attention.prefill.4k: 100 us · 350 TFLOP/s · 50 % of the limit, 50 us",
+        "* attention.prefill.1k: not measured: no time was left",
+    ]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["items"][1]["findings"][0]["least_us"] == 500.0
+    assert report["clocks"] == [{"at_s": 9.0, "sm_mhz": 1980.0, "memory_mhz": 2619.0, "watts": 600.0, "celsius": 50.0}]
 
 
-# ---- Sections in processes ----
-
-STUB = """
-import time
-def run(results):
-    results.fact("first", 1)
-    {body}
-    results.check("last", True)
-"""
-
-
-def run_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, budget_s: float = 60.0) -> SectionOutcome:
-    """Run a stub section in the real child process."""
-    (tmp_path / "stub_section.py").write_text(textwrap.dedent(STUB).format(body=body))
-    (tmp_path / "sitecustomize.py").write_text(
-        "from penstock.tools.gpu import runner\nrunner.SECTIONS = (runner.Section('stub', 'stub_section', 1),)\n"
-    )
-    root = PACKAGE.parents[2]
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    section = Section("stub", "stub_section", 1)
-    return runner._run_child(section, Run(tmp_path, budget_s, (section,)), budget_s, lambda _: None)
-
-
-def test_section_findings_come_back_from_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = run_stub(tmp_path, monkeypatch, "assert results.remaining_s < 61")
-    assert (outcome.outcome, [finding.name for finding in outcome.findings]) == ("done", ["first", "last"])
-    assert outcome.passed
-
-
-def test_section_that_dies_keeps_its_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = run_stub(tmp_path, monkeypatch, "import os; os.abort()")
-    assert [finding.name for finding in outcome.findings] == ["first"]
-    assert outcome.outcome == "failed with status -6"
-    assert not outcome.passed
-
-
-def test_section_that_raises_fails_under_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = run_stub(tmp_path, monkeypatch, "raise ValueError('what happened')")
-    assert [finding.name for finding in outcome.findings] == ["first", "stub"]
-    assert "what happened" in outcome.findings[1].detail
-
-
-def test_hanging_section_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_GRACE_S", 0.0)
-    outcome = run_stub(tmp_path, monkeypatch, "import threading; threading.Event().wait()", budget_s=2.5)
-    assert (outcome.outcome, outcome.passed) == ("timed out", False)
-    assert [finding.name for finding in outcome.findings] == ["first"]
-
-
-def test_sections_share_the_remaining_time_and_the_report_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: dict[str, float] = {}
-
-    def child(section: Section, run: Run, budget_s: float, on_progress: Any) -> SectionOutcome:
-        given[section.name] = budget_s
-        return SectionOutcome(section.name, "done", 0.0, [Finding("x", None, "", section.name != "sharing")])
-
-    monkeypatch.setattr(runner, "_run_child", child)
-    monkeypatch.setattr(runner, "describe_environment", lambda commit: {"commit": commit})
-    chosen = choose_sections(SECTIONS, ("environment", "sharing"))
-    assert run_all(Run(tmp_path, 100.0, chosen, commit="abc")) == 1
-    assert list(given) == ["environment", "sharing"]
-    # Shares of 30 and 15; the first section used none of its time.
-    assert given["environment"] == pytest.approx(61, abs=1)
-    assert given["sharing"] == pytest.approx(92, abs=1)
-    assert "failed: sharing" in capsys.readouterr().out
-    assert "* commit: abc" in (tmp_path / "report.md").read_text()
+# ---- Options ----
 
 
 def test_options_out_of_range_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in (
-        (["--only", "compile,nothing"], "--only names nothing"),
-        (["--budget", "5"], "--budget is 5"),
-        (["--match", "("], "--match is (: "),
-        (["--choices", str(tmp_path / "absent")], "absent cannot be read"),
+        (["--first", "compile,nothing"], "--first: nothing is no name"),
+        (["--seconds", "5"], "--seconds is 5"),
+        (["--ab", str(tmp_path)], f"--ab is {tmp_path}, which is no checkout"),
     ):
         with pytest.raises(SystemExit):
             main([*argv, "--out", str(tmp_path)])
         assert message in capsys.readouterr().err
 
 
-def test_every_section_has_its_run_function() -> None:
-    for section in SECTIONS:
-        assert callable(__import__(section.module, fromlist=["run"]).run)
+def test_list_has_the_names_and_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--first", "ceilings,sharing"]) == 0
+    assert capsys.readouterr().out.split("\n")[:3] == ["   8.0 s  ceilings", "  12.0 s  sharing", "  28.0 s in all"]
 
 
-def test_section_that_needs_a_gpu_fails_without_one_and_says_so(tmp_path: Path) -> None:
-    assert main(["--only", "ceilings", "--out", str(tmp_path), "--budget", "60"]) == 1
-    assert "cuda" in (tmp_path / "report.md").read_text().lower()
+def test_every_item_has_its_run_function() -> None:
+    for module in {item.module for item in (*items.ITEMS, items.CUBINS)}:
+        assert callable(__import__(module, fromlist=["run"]).run)
 
 
 def test_penstock_command_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, status, message in (
         (["--help"], 0, "--compile-only"),
-        (["--only", "nothing"], 2, "--only names nothing"),
+        (["--first", "nothing"], 2, "nothing is no name"),
     ):
         with pytest.raises(SystemExit) as ended:
             app(["gpu-check", *argv])

@@ -1,4 +1,4 @@
-"""The section invariance, on the emulated device with a tiny model."""
+"""The items invariance.*, on the emulated device with a tiny model."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def test_deterministic_passes_keep_a_rows_bits(record: Record) -> None:
     invariance.check_passes(record.results, context, sizes)
     found = record.findings()
     assert found["invariance.blocks.o"].passed
+    assert found["invariance.whole.o"].unit == "of 13 numbers of rows"
     for kv_dtype in ("bf16", "q8_0"):
         for name in ("few", "blocks", "chunks", "tokens", "beside_decodes"):
             finding = found[f"invariance.deterministic.{kv_dtype}.{name}"]
@@ -36,7 +37,7 @@ def test_pass_whose_bits_depend_on_the_batch_fails(record: Record, monkeypatch: 
     batch_cases = (invariance.BatchCase("tokens", 3, 1, 1, 1),)
     sizes = invariance.PassSizes(TINY, torch.float32, ("bf16",), batch_cases, new_tokens=2)
     invariance.check_passes(record.results, make_device_context(), sizes)
-    with pytest.raises(AssertionError, match=r"bf16\.recomputed.*bf16\.tokens', '0 of 2 tokens"):
+    with pytest.raises(AssertionError, match=r"bf16\.tokens', '0 of 2 tokens.*bf16\.recomputed"):
         record.findings()
 
 

@@ -7,11 +7,11 @@ import queue
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,9 +21,6 @@ from penstock.tools.chaos.bad_models.loader import Verdict
 from penstock.tools.chaos.bad_models.mutations import Sample, draw_sample
 from penstock.tools.chaos.errors import ChaosError
 from penstock.tools.processes import Child
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_GROWTH_BYTES = 256 << 20
 """Resident memory that a load may take; that of a good model takes about 60 MB."""

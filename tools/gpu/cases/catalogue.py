@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.tools.gpu.cases import elementwise, sampling
+from penstock.tools.gpu.cases import elementwise, sampling, streams
 from penstock.tools.gpu.cases import ptx_wrappers as wrappers
 from penstock.tools.gpu.cases.attention import catalogue as attention
 from penstock.tools.gpu.cases.attention.decode import H200_SHARED_BYTES
@@ -17,6 +17,7 @@ def wide_checks(shared_bytes: int = H200_SHARED_BYTES) -> Iterator[Check]:
     for name, run in wrappers.WRAPPERS.items():
         yield Check("ptx", name, run)
     yield from elementwise.wide_checks()
+    yield from streams.checks(2048)
     yield from products.wide_checks()
     yield from sampling.wide_checks()
     yield from attention.wide_checks(shared_bytes)
@@ -26,6 +27,7 @@ def small_checks(shared_bytes: int = H200_SHARED_BYTES) -> Iterator[Check]:
     """Yield small checks that cover each kernel source and KV dtype: under a sanitizer everything is slow."""
     yield from attention.small_checks(shared_bytes)
     yield from elementwise.small_checks()
+    yield from streams.checks(72)
     yield from products.small_checks()
     yield from sampling.small_checks()
 
@@ -39,16 +41,12 @@ def invariance_checks(shared_bytes: int = H200_SHARED_BYTES) -> Iterator[Check]:
 
 def small_wgmma_checks() -> Iterator[Check]:
     """Yield the small checks of kernels that only compute capability 9.0 has."""
-    yield from _hopper_instructions()
+    for name, run in wrappers.HOPPER_WRAPPERS.items():
+        yield Check("wgmma", name, run)
     yield from attention.small_wgmma_checks()
 
 
 def wgmma_checks() -> Iterator[Check]:
-    """Yield all checks of kernels that only compute capability 9.0 has."""
-    yield from _hopper_instructions()
-    yield from attention.wgmma_checks()
-
-
-def _hopper_instructions() -> Iterator[Check]:
-    for name, run in wrappers.HOPPER_WRAPPERS.items():
-        yield Check("wgmma", name, run)
+    """Yield all checks of such kernels."""
+    yield from small_wgmma_checks()
+    yield from attention.segment_checks("bf16", has_wgmma=True)

@@ -352,7 +352,7 @@ def check_page_copies(launcher: Launcher, kv_dtype: str) -> None:
     expected = cache.clone()
     expected[:, 5], expected[:, 0] = cache[:, 2], cache[:, 4]
     pairs = ints(2, 5, -1, -1, 4, 0, -1, 1, 3, -1).view(5, 2)
-    copy_pages(launcher, cache, cache, pairs, layout)
+    copy_pages(launcher, cache, cache, pairs)
     require_same_bits("the cache", cache, expected)
 
 

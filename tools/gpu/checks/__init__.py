@@ -1,5 +1,5 @@
-"""The sections that check: each finding passes or fails, and one failure fails the run.
+"""The items that check: each finding passes or fails, and one failure fails the run.
 
 They cover compilation, correctness, row invariance, memory sharing and compute-sanitizer. Some modules are also the
-process that their section starts. Imports `cases`, `devices` and `results`. Start reading in `correctness.py`.
+process that their item starts. Imports `cases`, `devices`, `items` and `results`. Start reading in `correctness.py`.
 """

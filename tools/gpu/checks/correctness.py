@@ -1,135 +1,79 @@
-"""Checks each kernel against its reference, each PTX wrapper against its emulation, and passes against the CPU pass.
+"""Checks kernels against their references, and each PTX wrapper against its emulation.
 
-The references take the CPU longer than the GPU's work: shares of the checks run in processes of their own.
+The references take the CPU longer than the GPU's work: these items run beside each other.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
+from itertools import product
 
+from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Launcher
-from penstock.process.children import stop_with_parent
-from penstock.tools.gpu.cases.attention.choices import choice_checks
+from penstock.tools.gpu.cases.attention.catalogue import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check
-from penstock.tools.gpu.checks.encoder_agreement import check_encoder
-from penstock.tools.gpu.checks.library_products import check_library_products
-from penstock.tools.gpu.checks.pass_agreement import check_families, check_variations
-from penstock.tools.gpu.checks.transformers_agreement import check_transformers
-from penstock.tools.gpu.devices.device_context import open_device_context
-from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
-from penstock.tools.gpu.environment import device_fault
-from penstock.tools.gpu.results import DEADLINE_VARIABLE, Results, SectionOver, is_wanted
+from penstock.tools.gpu.cases.products import quantized, rounded
+from penstock.tools.gpu.devices import device_context, mirror_launcher
+from penstock.tools.gpu.items import Item
+from penstock.tools.gpu.results import Results
 
-_ATTENTION = ("decode", "prefill", "encoder", "choices", "wgmma")
-_DEVICE_LOST = 3
-_OF_PASSES = ("libraries", "families", "variations")
+_LIBRARY_SHAPES = ((2064, 4096, 300), (4096, 1096, 2048))
+"""Outputs, inputs and rows."""
 
 
-def run(results: Results) -> None:
-    """Run all shares at the same time; with `--match` those of whole passes only if it names them.
-
-    A share that ends otherwise than by itself is a failed check.
-    """
-    until_s = time.monotonic() + results.remaining_s
-    threads = max(1, (os.cpu_count() or 1) // len(SHARES))
-    environment = os.environ | {DEADLINE_VARIABLE: str(until_s), "OMP_NUM_THREADS": str(threads)}
-    running = {
-        share: subprocess.Popen([sys.executable, "-m", __name__, share, str(results.path)], env=environment)
-        for share in SHARES
-        if share not in _OF_PASSES or is_wanted(share)
-    }
-    for share, process in running.items():
-        status = process.wait()
-        if status not in (0, _DEVICE_LOST):  # a lost device is a finding of the share
-            results.check(f"correctness.{share}", False, f"its process ended with status {status}")
-
-
-def main(argv: list[str]) -> int:
-    """Run one share: its name, and the file of the section's findings, to which all shares append."""
-    stop_with_parent(signal.SIGKILL)
-    share, path = argv
-    results = Results(Path(path), float(os.environ[DEADLINE_VARIABLE]) - time.monotonic(), device_fault)
-    try:
-        SHARES[share](results)
-    except SectionOver as over:
-        print(f"  {share} stops, the device is lost: {over}", flush=True)
-        return _DEVICE_LOST
-    return 0
-
-
-def _check_kernels(results: Results, is_included: Callable[[Check], bool]) -> None:
-    launcher = MirrorLauncher()
-    shared_bytes = launcher.shared_bytes_per_sm
-    checks = [*wide_checks(shared_bytes), *choice_checks(shared_bytes)]
+def run(results: Results, item: Item) -> None:
+    if item.arguments == ("library",):
+        check_library(results, device_context.open_device_context().device)
+        return
+    launcher = mirror_launcher.MirrorLauncher()
+    checks = [*wide_checks(launcher.shared_bytes_per_sm), *choice_checks(launcher.shared_bytes_per_sm)]
     checks += wgmma_checks() if launcher.has_wgmma else ()
-    run_checks(results, launcher, filter(is_included, checks))
+    run_checks(results, launcher, (check for check in checks if check.family in item.arguments))
 
 
-def _check_libraries(results: Results) -> None:
-    context = open_device_context()
-    check_library_products(results, context)
-    check_encoder(results, context)
-    check_transformers(results, context)
-
-
-SHARES: Mapping[str, Callable[[Results], None]] = {
-    "attention": partial(_check_kernels, is_included=lambda check: check.family in _ATTENTION),
-    "quantised": partial(_check_kernels, is_included=lambda check: check.family == "quantised"),
-    "experts": partial(_check_kernels, is_included=lambda check: check.family == "experts"),
-    "other-kernels": partial(
-        _check_kernels, is_included=lambda check: check.family not in (*_ATTENTION, "quantised", "experts")
-    ),
-    "libraries": _check_libraries,
-    "families": lambda results: check_families(results, open_device_context()),
-    "variations": lambda results: check_variations(results, open_device_context()),
-}
-
-
-def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check], reserve_s: float = 0.0) -> None:
-    """Record one finding per family (checks passed, largest error) and one per failed check, of those that `--match`
-    names.
-
-    Stops when at most reserve_s seconds of the section's time are left.
-    """
+def run_checks(results: Results, launcher: Launcher, checks: Iterable[Check]) -> None:
+    """Record one finding per family (checks passed, largest error) and one per failed check, until the time is over."""
     families: defaultdict[str, list[Check]] = defaultdict(list)
-    for check in (check for check in checks if is_wanted(f"{check.family}.{check.name}")):
+    for check in checks:
         families[check.family].append(check)
     for family, members in families.items():
-        _run_family(results, launcher, family, members, reserve_s)
+        _run_family(results, launcher, family, members)
 
 
-def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check], reserve_s: float) -> None:
+def _run_family(results: Results, launcher: Launcher, family: str, checks: list[Check]) -> None:
     num_passed = num_run = 0
     worst, worst_name = 0.0, ""
     for check in checks:
-        if results.remaining_s <= reserve_s:
+        if results.remaining_s <= 0:
+            results.skipped(f"correctness.{family}.rest", f"no time was left for {len(checks) - num_run} checks")
             break
         num_run += 1
         errors: list[float] = []
-        if results.attempt(f"{family}.{check.name}", partial(_run, check, launcher, errors)):
+        work = partial(lambda check, errors: errors.append(check.run(launcher) or 0.0), check, errors)
+        if results.attempt(f"{family}.{check.name}", work):
             num_passed += 1
-            if errors and errors[0] >= worst:
+            if errors[0] > worst:
                 worst, worst_name = errors[0], check.name
     detail = f"{num_passed} of {len(checks)} passed" + (f"; largest error in {worst_name}" if worst_name else "")
-    if num_run < len(checks):
-        results.skipped(f"correctness.{family}.rest", f"no time was left for {len(checks) - num_run} checks")
     results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
 
 
-def _run(check: Check, launcher: Launcher, errors: list[float]) -> None:
-    error = check.run(launcher)
-    if error is not None:
-        errors.append(error)
+def check_library(results: Results, device: Device, shapes: tuple[tuple[int, int, int], ...] = _LIBRARY_SHAPES) -> None:
+    """Check `torch._int_mm` and `torch._scaled_mm` with rounded rows, and 16-bit products with widened weights.
 
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    All tensors are on the device: the kernels' own checks leave torch on the CPU, where other code multiplies.
+    """
+    launcher, on_device = device.launcher, device.torch_device
+    for (name, dtype), form in product(quantized.DTYPES.items(), quantized.FORMS):
+        widened = quantized.LinearCase(form, 72, 256, 65, dtype, has_bias=True, scale=2.0)
+        checks = [("widened", partial(quantized.check_widened, launcher, widened, on_device))]
+        for outputs, inputs, rows in shapes if form in rounded.FORMS else ():
+            for changes in ({"has_bias": True}, {"scale": 0.5}):
+                case = quantized.LinearCase(form, outputs, inputs, rows, dtype, **changes)
+                check = partial(rounded.check_rounded, launcher, case, device.compute_capability, on_device)
+                checks.append((f"rounded.{rows}.{next(iter(changes))}", check))
+        for kind, check in checks:
+            results.agree(f"library.{kind}.{name}.{form}", lambda check=check: ("error, of the tolerance", check()))  # type: ignore[misc]

@@ -1,12 +1,7 @@
-"""The section "invariance": a row's bits do not depend on the other rows in our kernels, in products in blocks, and in
-whole passes with `--deterministic`.
-
-The section end-to-end measures what independence costs.
-"""
+"""Checks that a row's bits do not depend on other rows: in kernels, library products, and `--deterministic` passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,15 +14,16 @@ from penstock.backend.passes.cuda.ops.matmul import BLOCK_ROWS, BlockedMatmul, C
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes
 from penstock.tools.gpu.cases.catalogue import invariance_checks
+from penstock.tools.gpu.cases.check import require_same_bits
 from penstock.tools.gpu.checks.correctness import run_checks
-from penstock.tools.gpu.devices.device_context import DeviceContext, open_device_context
-from penstock.tools.gpu.devices.mirror_launcher import MirrorLauncher
+from penstock.tools.gpu.devices import device_context, mirror_launcher
+from penstock.tools.gpu.devices.device_context import DeviceContext
 from penstock.tools.gpu.devices.steps import Steps
+from penstock.tools.gpu.items import Item
 from penstock.tools.gpu.results import Results
 from penstock.tools.random_weights import LLAMA_8B, QWEN3_06B, RandomWeights, weight_shapes
 
 Ids = NDArray[np.int32]
-
 _PAGE_TOKENS = 32
 _WHOLE = 1 << 30
 _WHOLE_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 256, 512, 2048)
@@ -69,117 +65,92 @@ class PassSizes:
     new_tokens: int = 16
 
 
-def run(results: Results) -> None:
-    launcher = MirrorLauncher()
-    run_checks(results, launcher, invariance_checks(launcher.shared_bytes_per_sm), reserve_s=0.5 * results.remaining_s)
-    context = open_device_context()
-    check_products(results, context, weight_shapes(LLAMA_8B), torch.bfloat16)
-    check_passes(results, context, PassSizes())
+def run(results: Results, item: Item) -> None:
+    (kind,) = item.arguments
+    if kind == "kernels":
+        launcher = mirror_launcher.MirrorLauncher()
+        run_checks(results, launcher, invariance_checks(launcher.shared_bytes_per_sm))
+    elif kind == "passes":
+        check_passes(results, device_context.open_device_context(), PassSizes())
+    else:
+        check_products(results, device_context.open_device_context(), weight_shapes(LLAMA_8B), torch.bfloat16)
 
 
 @torch.inference_mode()
 def check_products(
     results: Results, context: DeviceContext, shapes: dict[str, tuple[int, int, int]], dtype: torch.dtype
 ) -> None:
-    """Check that a row keeps its bits in every place of a block and beside other rows, and record whether it keeps them
-    in whole products too: where all do, `whole_products` may be 1.
+    """Check that a row keeps its bits in every place of a block and beside other rows, and record whether it has the
+    bits that it has alone in products of any number of rows: where it always has, `whole_products` may be 1.
 
     shapes: see `weight_shapes`; only outputs and inputs are used.
     """
-    for name, (outputs, inputs, _) in shapes.items():
-        work = partial(_check_product, results, context, name, outputs, inputs, dtype)
-        results.attempt(f"invariance.blocks.{name}", work)
-        whole = partial(_record_whole_products, results, context, name, outputs, inputs, dtype)
-        results.attempt(f"invariance.whole.{name}", whole)
-
-
-def _check_product(
-    results: Results, context: DeviceContext, name: str, outputs: int, inputs: int, dtype: torch.dtype
-) -> None:
-    weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=dtype).mul_(inputs**-0.5)
-    linear, matmul = CudaLinear(weight, weight.t(), None), BlockedMatmul()
-
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        return matmul.multiply(x, linear, torch.empty(len(x), outputs, device=context.torch_device, dtype=dtype))
-
-    rows, others = (torch.randn(BLOCK_ROWS, inputs, device=context.torch_device, dtype=dtype) for _ in range(2))
-    expected = multiply(rows)
-    differing = [
-        f"{shift} places further"
-        for shift in range(1, BLOCK_ROWS)
-        if not torch.equal(multiply(rows.roll(shift, 0)), expected.roll(shift, 0))
-    ]
-    # Half of the rows, beside other rows and in the second of two blocks.
-    mixed = torch.cat([others, rows[: BLOCK_ROWS // 2], others[: BLOCK_ROWS // 2]])
-    if not torch.equal(multiply(mixed)[BLOCK_ROWS : BLOCK_ROWS * 3 // 2], expected[: BLOCK_ROWS // 2]):
-        differing.append("beside others")
-    detail = f"different bits {', '.join(differing[:8])}" if differing else f"same bits in all {BLOCK_ROWS} places"
-    results.check(f"invariance.blocks.{name}", not differing, detail)
-
-
-def _record_whole_products(
-    results: Results, context: DeviceContext, name: str, outputs: int, inputs: int, dtype: torch.dtype
-) -> None:
-    """In products of any number of rows, a row has the bits that it has alone."""
-    weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=dtype).mul_(inputs**-0.5)
-    linear = CudaLinear(weight, weight.t(), None)
-    rows = torch.randn(_WHOLE_ROWS[-1], inputs, device=context.torch_device, dtype=dtype)
-    out = torch.empty(len(rows), outputs, device=context.torch_device, dtype=dtype)
     forbid_split_sums()
-    alone = torch.cat([multiply(rows[i : i + 1], linear, out[:1]).clone() for i in range(_ROWS_ALONE)])
-    differing = [
-        num_rows
-        for num_rows in _WHOLE_ROWS
-        if not torch.equal(multiply(rows[:num_rows], linear, out[:num_rows])[:_ROWS_ALONE], alone[:num_rows])
-    ]
-    detail = f"other bits with {', '.join(map(str, differing))} rows" if differing else "equal bits"
-    results.fact(f"invariance.whole.{name}", len(differing), f"of {len(_WHOLE_ROWS)} numbers of rows", detail)
+    for name, (outputs, inputs, _) in shapes.items():
+        weight = torch.randn(outputs, inputs, device=context.torch_device, dtype=dtype).mul_(inputs**-0.5)
+        rows, linear = weight.new_empty(_WHOLE_ROWS[-1], inputs).normal_(), CudaLinear(weight, weight.t(), None)
+        results.agree(f"invariance.blocks.{name}", partial(_check_blocks, rows[:BLOCK_ROWS], linear))
+        out = rows.new_empty(len(rows), outputs)
+        alone = torch.cat([multiply(rows[i : i + 1], linear, out[:1]).clone() for i in range(_ROWS_ALONE)])
+        differing = [
+            num_rows
+            for num_rows in _WHOLE_ROWS
+            if not torch.equal(multiply(rows[:num_rows], linear, out[:num_rows])[:_ROWS_ALONE], alone[:num_rows])
+        ]
+        detail = f"other bits with {', '.join(map(str, differing))} rows" if differing else "equal bits"
+        results.fact(f"invariance.whole.{name}", len(differing), f"of {len(_WHOLE_ROWS)} numbers of rows", detail)
+
+
+def _check_blocks(rows: torch.Tensor, linear: CudaLinear) -> tuple[str, None]:
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return BlockedMatmul().multiply(x, linear, x.new_empty(len(x), linear.num_outputs))
+
+    half, expected = BLOCK_ROWS // 2, product(rows)
+    for shift in range(1, BLOCK_ROWS):
+        require_same_bits(f"{shift} places further", product(rows.roll(shift, 0)), expected.roll(shift, 0))
+    mixed = torch.cat([rows.flip(0), rows[:half], -rows[:half]])  # in the second of two blocks
+    require_same_bits("beside others", product(mixed)[BLOCK_ROWS:][:half], expected[:half])
+    return f"same bits in all {BLOCK_ROWS} places", None
 
 
 @torch.inference_mode()
-def check_passes(results: Results, context: DeviceContext, sizes: PassSizes, reserve_s: float = 0.0) -> None:
-    """Check passes of each KV dtype. Skips those for which at most reserve_s seconds are left."""
+def check_passes(results: Results, context: DeviceContext, sizes: PassSizes) -> None:
+    """Check passes of each KV dtype."""
     weights = RandomWeights(sizes.config, sizes.dtype, context.torch_device)
     for kv_dtype in sizes.kv_dtypes:
         name = f"invariance.deterministic.{kv_dtype}"
-        results.attempt(name, partial(_check_pass, results, context, sizes, weights, kv_dtype, name), reserve_s)
+        results.attempt(name, partial(_check_pass, results, context, sizes, weights, kv_dtype, name))
 
 
 def _check_pass(
     results: Results, context: DeviceContext, sizes: PassSizes, weights: RandomWeights, kv_dtype: str, name: str
 ) -> None:
     num_rows = max(batch_case.num_rows for batch_case in sizes.batch_cases)
-    rng = np.random.default_rng(0)
-    mine, *others = rng.integers(0, sizes.config.vocab_size, (num_rows, sizes.prompt_tokens)).astype(np.int32)
-    pages = _pages(sizes.prompt_tokens + sizes.new_tokens)
+    prompts = np.random.default_rng(0).integers(0, sizes.config.vocab_size, (num_rows, sizes.prompt_tokens))
+    mine, *others = prompts.astype(np.int32)
+    pages = -(-(sizes.prompt_tokens + sizes.new_tokens) // _PAGE_TOKENS)
     steps = StepSizes(num_rows, num_rows * sizes.prompt_tokens, pages * _PAGE_TOKENS, deterministic=True)
-    forward_pass = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
-    forward_pass.create_cache(num_rows * pages, _PAGE_TOKENS, kv_dtype)
+    made = CudaDecoderPass(sizes.config, weights, context.device, sizes.dtype, steps)
+    made.create_cache(num_rows * pages, _PAGE_TOKENS, kv_dtype)
     try:
-        expected = _logits(forward_pass, mine, others, ALONE, sizes.new_tokens, pages)
+        expected = _logits(made, mine, others, ALONE, sizes.new_tokens, pages)
         found = {
-            batch_case.name: _logits(forward_pass, mine, others, batch_case, sizes.new_tokens, pages)
-            for batch_case in sizes.batch_cases
+            each.name: (_logits(made, mine, others, each, sizes.new_tokens, pages), expected)
+            for each in sizes.batch_cases
         }
         # As after a preemption: the decoded tokens are prefilled in a chunk.
         whole = np.concatenate([mine, expected.argmax(axis=1)[:-1].astype(np.int32)])
-        last = _logits(forward_pass, whole, others, ALONE, 1, pages)
+        found["recomputed"] = _logits(made, whole, others, ALONE, 1, pages), expected[-1:]
     finally:
-        forward_pass.close()
-    _record_same_logits(results, f"{name}.recomputed", last, expected[-1:])
-    for batch_case_name, logits in found.items():
-        _record_same_logits(results, f"{name}.{batch_case_name}", logits, expected)
-
-
-def _record_same_logits(results: Results, name: str, found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
-    same = (found.view(np.int32) == expected.view(np.int32)).all(axis=1)
-    results.check(
-        name, bool(same.all()), f"{int(same.sum())} of {len(same)} tokens have the same logits as in a batch of one"
-    )
+        made.close()
+    for case, (logits, alone) in found.items():
+        same = (logits.view(np.int32) == alone.view(np.int32)).all(axis=1)
+        detail = f"{int(same.sum())} of {len(same)} tokens have the same logits as in a batch of one"
+        results.check(f"{name}.{case}", bool(same.all()), detail)
 
 
 def _logits(
-    forward_pass: CudaDecoderPass, mine: Ids, others: Sequence[Ids], batch_case: BatchCase, num_tokens: int, pages: int
+    forward_pass: CudaDecoderPass, mine: Ids, others: list[Ids], batch_case: BatchCase, num_tokens: int, pages: int
 ) -> NDArray[np.float32]:
     """[num_tokens, vocab] logits of the sequence's greedy tokens."""
     row = batch_case.row
@@ -199,7 +170,3 @@ def _logits(
             found.append(forward_pass.host_logits(logits[row : row + 1])[0])
         forward_pass.sample(logits, batch).wait()
     return np.stack(found)
-
-
-def _pages(num_tokens: int) -> int:
-    return -(-num_tokens // _PAGE_TOKENS)

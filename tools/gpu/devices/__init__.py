@@ -1,5 +1,5 @@
-"""Parts that sections share: the device, its clock, memory and profiler, caches, steps without an engine.
+"""What items share: the device, its clock and memory, caches, steps without an engine, and another checkout's modules.
 
-`device_context.py` bundles the device, the clock and the memory counter, so that tests run each section on an emulated
-device. Imports the backend and `results`. Start with `device_context`.
+`device_context.py` bundles the device, the clock and the memory counter, so that tests run items on an emulated device.
+Imports the backend. Start with `device_context`.
 """

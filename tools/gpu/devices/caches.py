@@ -45,8 +45,8 @@ def cache_shape(layout: CacheLayout) -> tuple[int, int, int]:
     return layout.num_layers, layout.num_pages, layout.page_bytes
 
 
-def make_page_copier(context: DeviceContext, layout: CacheLayout) -> Callable[[Tensor, Tensor, Tensor], None]:
+def make_page_copier(context: DeviceContext) -> Callable[[Tensor, Tensor, Tensor], None]:
     """A function of source, destination and pairs: see `page_moves.copy_pages`."""
     launcher = context.device.launcher
     launcher.prepare(page_moves.kernels())
-    return partial(page_moves.copy_pages, launcher, layout=layout)
+    return partial(page_moves.copy_pages, launcher)

@@ -1,26 +1,19 @@
-"""The device, clock and memory counter that a section measures with; tests pass an emulated device instead."""
+"""The device, clock and memory counter that items measure with; tests pass an emulated device instead."""
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Protocol
 
 import torch
 
 from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
 from penstock.backend.passes.cuda.device.device import Device
-from penstock.backend.passes.cuda.device.kernel_choices import (
-    CONSTANTS,
-    KernelChoices,
-    adopted_choices,
-    read_choices,
-)
+from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.tools.gpu.devices.timing import Clock, GpuClock
-from penstock.tools.gpu.results import CHOICES_VARIABLE
 
 
 class MemoryCounter(Protocol):
@@ -65,8 +58,9 @@ class DeviceContext:
         return self.device.torch_device
 
 
+@cache
 def open_device_context() -> DeviceContext:
-    """A context on the first GPU, for the calling thread only, with the settings of CHOICES_VARIABLE or its model."""
-    given = os.environ.get(CHOICES_VARIABLE)
-    choices = read_choices(Path(given)) if given else adopted_choices("cuda:0")[0]
-    return DeviceContext(CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0), choices)
+    """The context on the first GPU, for one thread of the process, with the settings adopted for its model."""
+    return DeviceContext(
+        CudaDevice(0), GpuClock(), GpuMemoryCounter(), lambda: CudaDevice(0), adopted_choices("cuda:0")[0]
+    )

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.forward_pass import PendingOutput
-    from penstock.tools.gpu.devices.timing import Clock
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -68,26 +67,11 @@ def launch(forward_pass: Any, batch: StepBatch) -> PendingOutput:
     return pending
 
 
-def step_us(clock: Clock, forward_pass: Any, batch: StepBatch) -> float:
-    """Device time in microseconds for the step of a batch that samples."""
-    pending: list[PendingOutput] = []
-    us = clock.once_us(lambda: pending.append(launch(forward_pass, batch)))
-    pending[0].wait()
-    return us
-
-
 def generate(
-    forward_pass: Any, prompts: Sequence[NDArray[np.int32]], num_tokens: int, pages_per_row: int, chunk: int = 1 << 30
+    forward_pass: Any, prompts: Sequence[NDArray[np.int32]], num_tokens: int, pages_per_row: int
 ) -> NDArray[np.int32]:
     """Return [rows, num_tokens] greedy tokens. Prompts have equal lengths of two tokens or more."""
     steps = Steps(len(prompts), pages_per_row)
-    length = len(prompts[0])
-    outputs = []
-    for start in range(0, length, chunk):
-        end = min(start + chunk, length)
-        batch = steps.prefill([prompt[start:end] for prompt in prompts], samples=end == length)
-        logits = forward_pass.forward(batch)
-        if end == length:
-            outputs.append(forward_pass.sample(logits, batch).wait().token_ids)
+    outputs = [launch(forward_pass, steps.prefill(prompts)).wait().token_ids]
     outputs += [launch(forward_pass, steps.decode()).wait().token_ids for _ in range(num_tokens - 1)]
     return np.stack(outputs, axis=1)

@@ -1,4 +1,4 @@
-"""Times GPU work by the device's clock: replayed from a graph, over buffers larger than the cache."""
+"""Times GPU work by the device's clock: replayed from graphs in turns, over buffers larger than the cache."""
 
 from __future__ import annotations
 
@@ -11,23 +11,17 @@ import torch
 _ROUNDS = 5
 _MIN_REPLAY_US = 2_000.0
 _MAX_REPEATS = 2_000
-_HEAD_START_CYCLES = 8_000_000
-"""About 5 ms, during which the host submits the work to the stream."""
+Works = Sequence[Callable[[], object]]
+"""The same work on different buffers, which together should be larger than the L2 cache."""
 
 
 class Clock(Protocol):
-    def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
-        """Microseconds per call, without the host's launch time.
-
-        variants do the same work on different buffers, which together should be larger than the L2 cache.
-        """
-
-    def once_us(self, work: Callable[[], object]) -> float:
-        """Device time in microseconds of work that cannot be repeated. Launching it must take the host under 5 ms."""
+    def work_us(self, *candidates: Works) -> list[float]:
+        """Microseconds per work of each candidate, without the host's launch time; they are timed in turns."""
 
 
 class GpuClock:
-    """`work_us` times replays of one captured graph with events and returns the median of five.
+    """`work_us` times replays of captured graphs with events: the median of five rounds, each with every candidate.
 
     Short work is repeated in the graph until a replay lasts 2 ms.
     """
@@ -35,34 +29,28 @@ class GpuClock:
     # torch makes tensors with the first graph and writes them with each graph (ATen/cuda/CUDAGeneratorImpl.cpp).
     # If a pass made the first graph, only inference mode may write them: torch issue 166792.
     @torch.inference_mode()
-    def work_us(self, variants: Sequence[Callable[[], object]]) -> float:
-        for variant in variants:
-            variant()
-        torch.cuda.synchronize()
-        once_us = _replay_us(_capture(variants, 1))
-        repeats = min(max(1, round(_MIN_REPLAY_US / max(once_us, 0.1))), _MAX_REPEATS)
-        graph = _capture(variants, repeats)
-        _replay_us(graph)
-        rounds = [_replay_us(graph) for _ in range(_ROUNDS)]
-        return statistics.median(rounds) / (repeats * len(variants))
+    def work_us(self, *candidates: Works) -> list[float]:
+        graphs = [_repeated(works) for works in candidates]
+        rounds = [[_replay_us(graph) / count for graph, count in graphs] for _ in range(_ROUNDS + 1)]
+        return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
-    def once_us(self, work: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        start, end = _events()
-        start.record()
+
+def _repeated(works: Works) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph of the works, repeated, and how many works it has."""
+    for work in works:
         work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1_000.0
+    torch.cuda.synchronize()
+    once_us = _replay_us(_capture(works, 1))
+    repeats = min(max(1, round(_MIN_REPLAY_US / max(once_us, 0.1))), _MAX_REPEATS)
+    return _capture(works, repeats), repeats * len(works)
 
 
-def _capture(variants: Sequence[Callable[[], object]], repeats: int) -> torch.cuda.CUDAGraph:
+def _capture(works: Works, repeats: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
-            for variant in variants:
-                variant()
+            for work in works:
+                work()
     return graph
 
 

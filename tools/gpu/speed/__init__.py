@@ -1,5 +1,4 @@
-"""The sections that measure: the hardware's ceilings, kernels, steps of whole models, and the engine's loop.
+"""What is timed: the hardware's ceilings, cases of kernels, steps of whole models, and the engine's loop.
 
-Imports `cases`, `devices` and `results`. Start reading in `kernel_cases.py`, which lists the kernels' cases by name,
-and in `end_to_end.py`.
+Imports `cases`, `devices`, `items` and `results`. Start reading in `kernels.py` and `models.py`.
 """

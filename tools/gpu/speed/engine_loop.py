@@ -8,18 +8,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.engine.requests.limits import EngineLimits
 from penstock.backend.engine.steps.executor import SWITCH_INTERVAL_S, Executor
-from penstock.backend.engine.steps.launched_step import PageSaves, StepResult
-from penstock.backend.forward_pass import IBatchedForwardPass, StepBatch
-from penstock.backend.scheduling.step_plan import Plan
+from penstock.backend.engine.steps.launched_step import StepResult
+from penstock.backend.forward_pass import IBatchedForwardPass
 from penstock.process.garbage_collection import resume_collection
 from penstock.shm.link.events import Submission
-from penstock.shm.messages import EventLogprobs, Failure, Finish, Generate, Progress, Sampling, Started
+from penstock.shm.messages import Failure, Finish, Generate, Sampling, Started
 from penstock.tools.engine_rig import DroppingLink, EngineRig, RigSizes
 
 _GREEDY = Sampling(temperature=0.0)
@@ -37,19 +37,6 @@ class TokenStream:
     token_ids: list[int] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
 
-    @property
-    def ttft_s(self) -> float:
-        return self.token_times_s[0] - self.submitted_s
-
-
-@dataclass(frozen=True)
-class LoopSizes:
-    num_pages: int
-    page_tokens: int
-    max_running: int
-    max_batch_tokens: int
-    max_context_tokens: int
-
 
 class _TimingLink(DroppingLink):
     def __init__(self) -> None:
@@ -60,17 +47,10 @@ class _TimingLink(DroppingLink):
         """How a request ended, if not after its last token."""
 
     def push(
-        self,
-        frontend: int,
-        request_id: int,
-        token_id: int,
-        finish: Finish = Finish.NONE,
-        started: Started | None = None,
-        failure: Failure | None = None,
-        logprobs: EventLogprobs | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        super().push(frontend, request_id, token_id, finish, started, failure, logprobs, progress)
+        self, frontend: int, request_id: int, token_id: int, finish: Finish = Finish.NONE,
+        started: Started | None = None, failure: Failure | None = None, *others: Any, **named: Any,
+    ) -> None:  # fmt: skip
+        super().push(frontend, request_id, token_id, finish, started, failure, *others, **named)
         stream = self.open[request_id]
         if token_id >= 0:
             stream.token_ids.append(token_id)
@@ -84,12 +64,6 @@ class _TimingLink(DroppingLink):
 class _RaisingExecutor(Executor):
     """Raises the error of a failed step, as there is no other request to save."""
 
-    num_launched = 0
-
-    def launch(self, plan: Plan, batch: StepBatch, saves: PageSaves) -> None:
-        self.num_launched += 1
-        super().launch(plan, batch, saves)
-
     def results(self) -> list[StepResult]:
         results = super().results()
         for result in results:
@@ -101,46 +75,28 @@ class _RaisingExecutor(Executor):
 class EngineLoop:
     """Used by one thread. The pass belongs to the executor's thread."""
 
-    def __init__(self, make_pass: Callable[[], IBatchedForwardPass], sizes: LoopSizes) -> None:
+    def __init__(self, make_pass: Callable[[], IBatchedForwardPass], sizes: RigSizes, max_context_tokens: int) -> None:
         """make_pass runs on the executor's thread, and also creates the cache."""
         self._executor, self._link = _RaisingExecutor(1), _TimingLink()
         self._executor.start(make_pass)
         # As a backend does before it serves. Without it, a collection of torch's objects stops steps for 0.1 s.
         resume_collection()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        rig_sizes = RigSizes(
-            num_pages=sizes.num_pages,
-            page_size_tokens=sizes.page_tokens,
-            max_running=sizes.max_running,
-            max_batch_tokens=sizes.max_batch_tokens,
-        )
-        limits = EngineLimits(_ANY_TOKEN, sizes.max_context_tokens, max_waiting=1 << 20)
-        self._rig = EngineRig(self._link, self._executor, rig_sizes, limits)
+        limits = EngineLimits(_ANY_TOKEN, max_context_tokens, max_waiting=1 << 20)
+        self._rig = EngineRig(self._link, self._executor, sizes, limits)
         self._num_submitted = 0
         self.on_end: Callable[[TokenStream], None] = lambda _stream: None
         """Called with each stream that ends, between steps. It may submit more requests."""
-        self.turn_s: list[float] = []
-        """Host seconds of the loop: one entry per turn that planned a step, including the turns without a plan before
-        it."""
-        self._unplanned_s = 0.0
 
     @property
     def num_open(self) -> int:
         return len(self._link.open)
 
-    @property
-    def num_steps(self) -> int:
-        return self._rig.board.steps
-
     def submit(self, prompt: NDArray[np.int32], num_new_tokens: int) -> TokenStream:
         tokens, number = prompt.tobytes(), self._num_submitted
         self._num_submitted += 1
         message = Generate(
-            request_id=number,
-            tokens=tokens,
-            num_prompt_tokens=len(prompt),
-            max_tokens=num_new_tokens,
-            sampling=_GREEDY,
+            request_id=number, tokens=tokens, num_prompt_tokens=len(prompt), max_tokens=num_new_tokens, sampling=_GREEDY
         )
         self._link.arrivals.append(Submission(0, message, tokens))
         stream = self._link.open[number] = TokenStream(time.monotonic())
@@ -169,12 +125,7 @@ class EngineLoop:
         gc.unfreeze()  # the next model needs the memory of this one, which may be in cycles of references
 
     def _turn(self) -> None:
-        started_s, num_launched = time.perf_counter(), self._executor.num_launched
         self._rig.engine.turn()
-        self._unplanned_s += time.perf_counter() - started_s
-        if self._executor.num_launched > num_launched:
-            self.turn_s.append(self._unplanned_s)
-            self._unplanned_s = 0.0
         if self._link.fault:
             raise ArithmeticError(self._link.fault)
         ended, self._link.ended = self._link.ended, []

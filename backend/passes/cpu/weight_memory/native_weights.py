@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.backend.checkpoint.config.decoder_config import Experts as ExpertSettings
 from penstock.backend.checkpoint.weight_forms.quantized_forms import GroupedForm, PackedForm
@@ -34,9 +35,6 @@ from penstock.backend.passes.cpu.library.native_structs import (
 )
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory, WeightMemory
 from penstock.backend.passes.ops.interface import ExpertWeights
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,12 +92,15 @@ class CudaDeltaNetOps:
         vector: Callable[[Tensor], Tensor],
         linear: Callable[[Tensor], Linear],
         multiply: Callable[[Tensor, Linear, Tensor], Tensor],
+        adapt: Callable[[Tensor, Linear, Tensor], None],
         attended: Callable[[int], Tensor],
     ) -> None:
-        """linear packs a matrix in fp32; multiply(x [T, in], it, out) needs buffers of padded_tokens rows. attended:
+        """linear packs a matrix in fp32; multiply(x [T, in], it, out) needs buffers of padded_tokens rows. adapt
+        adds what adapters add to such a product of x in dtype. attended:
         the result's buffer of a step, by width."""
         self._launcher, self._device, self._net = launcher, torch_device, net
-        self._vector, self._linear, self._multiply, self._attended = vector, linear, multiply, attended
+        self._vector, self._linear, self._attended = vector, linear, attended
+        self._multiply, self._adapt = multiply, adapt
         self.kernels = self._convolve, self._apply_rule, self._gate_results = _kernels(ACT_MACRO[dtype], net.key_dim)
         """The kernels to pass to `Launcher.prepare`."""
         sizes = net.num_key_heads, net.num_value_heads, net.value_dim, net.conv_width
@@ -117,19 +120,18 @@ class CudaDeltaNetOps:
         return layer
 
     def create_states(self, num_states: int, num_spares: int = 0) -> None:  # noqa: ARG002 - drafts are not verified
-        net = self._net
-        for layer in self._layers:
-            shape = num_states, net.num_value_heads, net.value_dim, net.key_dim
-            layer.states = torch.zeros(shape, device=self._device)
-            layer.inputs = torch.zeros(num_states, net.conv_width - 1, net.num_channels, device=self._device)
-
-    @property
-    def states(self) -> list[Tensor]:
-        return [part for layer in self._layers for part in (layer.states, layer.inputs)]
+        net, shape = self._net, (len(self._layers), num_states)
+        states = torch.zeros(*shape, net.num_value_heads, net.value_dim, net.key_dim, device=self._device)
+        inputs = torch.zeros(*shape, net.conv_width - 1, net.num_channels, device=self._device)
+        for index, layer in enumerate(self._layers):
+            layer.states, layer.inputs = states[index], inputs[index]
+        self.states = [states, inputs]
+        """Each [layers, slots, …]."""
 
     def run(self, inputs: Tensor, x: Tensor, layer: CudaDeltaLayer, step: CudaStep) -> Tensor:
         net, rows, launch, num_tokens = self._net, step.rows, self._launcher.launch, len(x)
         gates = self._multiply(self._x[:num_tokens].copy_(x), layer.gates, self._gates[:num_tokens])
+        self._adapt(x, layer.gates, gates)
         mixed, out, num_rows = self._mixed[:num_tokens], self._attended(net.value_size), len(rows.slots)
         of_rows = rows.query_starts, rows.context_lens, rows.slots
         num_heads = 2 * net.num_key_heads + net.num_value_heads

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost
 from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.cuda.device.device import Event
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
@@ -107,10 +110,12 @@ class CudaDevice:
     def block_range(self, max_bytes: int) -> _BlockRange:
         return _BlockRange(DriverDevice(self.torch_device.index), self.torch_device, max_bytes)
 
-    def record(self) -> _Recorded:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return _Recorded(event, self.torch_device.index)
+    def record(self, done: Event | None = None) -> _Recorded:
+        if not isinstance(done, _Recorded):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done = _Recorded(event, self.torch_device.index)
+        done.event.record(self._stream)
+        return done
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -145,11 +150,24 @@ def uuid_of(name: str) -> bytes:
         raise StartupError(f"GPU {_index_of(name)} cannot be used: {error}") from error
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.devices: WeakValueDictionary[int, CudaDevice] = WeakValueDictionary()
+
+
+_of_thread = _OfThread()
+
+
 def open_gpu(name: str) -> CudaDevice:
-    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError."""
-    index = _index_of(name)
+    """Open the GPU of `PassOptions.device`, such as "cuda:0". Raises StartupError.
+
+    Passes of one thread share a device: a thread has one current stream.
+    """
+    index, opened = _index_of(name), _of_thread.devices
     try:
-        return CudaDevice(index)
+        if (device := opened.get(index)) is None:
+            device = opened[index] = CudaDevice(index)
+        return device
     except (KernelFailed, RuntimeError) as error:
         raise StartupError(f"GPU {index} cannot be used: {str(error).strip().splitlines()[0]}") from error
 

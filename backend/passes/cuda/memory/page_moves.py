@@ -95,16 +95,15 @@ def kernels() -> Iterator[Kernel]:
     yield _COPY_PAGES
 
 
-def copy_pages(launcher: Launcher, source: Tensor, destination: Tensor, pairs: Tensor, layout: CacheLayout) -> None:
+def copy_pages(launcher: Launcher, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copy pages of source to pages of destination, both uint8 [num_layers, any number of pages, page_bytes].
 
     pairs int32 [n, 2]: (source page, destination page); a negative page is padding. If source and destination are the
-    same cache, no page may be both. A cache reshapes with `cache.view(num_layers, -1, page_bytes)`; host memory must be
-    mapped for the device.
+    same cache, no page may be both. Host memory must be mapped for the device.
     """
-    page_bytes = layout.page_bytes
+    num_layers, _, page_bytes = source.shape
     strides = (np.int64(tensor.stride(0) // _UNIT_BYTES) for tensor in (source, destination))
-    grid = (len(pairs), layout.num_layers, -(-page_bytes // _PIECE_BYTES))
+    grid = (len(pairs), num_layers, -(-page_bytes // _PIECE_BYTES))
     launcher.launch(_COPY_PAGES, grid, source, destination, pairs, np.int32(page_bytes // _UNIT_BYTES), *strides)
 
 
@@ -120,24 +119,21 @@ class PageMoves:
     def __init__(
         self,
         launcher: Launcher,
-        layout: CacheLayout,
         cache_pages: Tensor,
         uplink: Uplink,
         pool: HostPool,
-        full_layout: CacheLayout | None = None,
         full_pages: Tensor | None = None,
     ) -> None:
         """cache_pages: uint8 [layers, pages, page bytes]. uplink belongs to the steps and holds at least
-        2 * MAX_PAGE_MOVES ints. full_layout, full_pages: of layers whose heads have another size; such pages only move
-        within the cache."""
-        self._full = full_layout, full_pages
+        2 * MAX_PAGE_MOVES ints. full_pages: of layers whose heads have another size; such pages only move within the
+        cache."""
+        self._full_pages = full_pages
         self._launcher = launcher
-        self._layout = layout
         self._cache_pages = cache_pages
         self._uplink = uplink
         self.pool = pool
         """Host pages of `save` and of restores. May be replaced until their first use."""
-        self._num_pages = layout.num_pages
+        self._num_pages = cache_pages.shape[1]
 
     def save(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Save pages (`IHostPages.save_pages`). Raises ValueError for a page out of range, or a host page
@@ -166,15 +162,15 @@ class PageMoves:
 
     def run(self, restores: Tensor, copies: Tensor) -> None:
         """Launch what `pack` returned, now on the device: int32 [2 n], flat."""
-        if len(restores):
+        if restores.shape[0]:
             self._to_cache(restores)
-        if len(copies):
+        if copies.shape[0]:
             self._within_cache(copies)
 
     def close(self) -> None:
         """Free the host memory and drop the cache; call once, after the device's last use of them."""
         self.pool.close()
-        del self._cache_pages, self._full
+        del self._cache_pages, self._full_pages
 
     def _send_ahead(self, move: Callable[[Tensor], None], pairs: Ints, max_left: int) -> Ints:
         while len(pairs) > max_left:
@@ -184,9 +180,8 @@ class PageMoves:
 
     def _within_cache(self, pairs: Tensor) -> None:
         self._copy(self._cache_pages, self._cache_pages, pairs)
-        layout, pages = self._full
-        if layout is not None and pages is not None:
-            copy_pages(self._launcher, pages, pages, pairs.view(-1, 2), layout)
+        if self._full_pages is not None:
+            self._copy(self._full_pages, self._full_pages, pairs)
 
     def _to_host(self, pairs: Tensor) -> None:
         self._copy(self._cache_pages, self.pool.pages, pairs)
@@ -195,7 +190,39 @@ class PageMoves:
         self._copy(self.pool.pages, self._cache_pages, pairs)
 
     def _copy(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-        copy_pages(self._launcher, source, destination, pairs.view(-1, 2), self._layout)
+        copy_pages(self._launcher, source, destination, pairs.view(-1, 2))
+
+
+class StateCopies:
+    """Checkpoints of slots' states. They have memory of their own: captured steps read states where they are."""
+
+    def __init__(self, launcher: Launcher, states: list[Tensor], num_checkpoints: int) -> None:
+        """states: each [layers, slots, …]."""
+        self._launcher = launcher
+        self._states = [part.flatten(2).view(torch.uint8) for part in states]
+        self._checkpoints = [part.new_zeros(part.shape[0], num_checkpoints, part.shape[2]) for part in self._states]
+
+    def pack(self, batch: StepBatch) -> tuple[Ints, Ints]:
+        """Return restores and saves, [n, 2] each, to send with the step. Raises ValueError for an invalid batch."""
+        if not batch.state_restores and not batch.state_saves:
+            return _NONE, _NONE
+        restores, saves = _pairs(batch.state_restores), _pairs(batch.state_saves)
+        for slots, checkpoints in ((restores[:, 1], restores[:, 0]), (saves[:, 0], saves[:, 1])):
+            _check_range("slots of checkpoints", slots, self._states[0].shape[1])
+            _check_range("checkpoints", checkpoints, self._checkpoints[0].shape[1])
+        return restores, saves
+
+    def restore(self, pairs: Tensor) -> None:
+        """Launch restores, now on the device: int32 [2 n], flat."""
+        self._copy(self._checkpoints, self._states, pairs)
+
+    def save(self, pairs: Tensor) -> None:
+        self._copy(self._states, self._checkpoints, pairs)
+
+    def _copy(self, sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
+        if len(pairs):
+            for source, destination in zip(sources, destinations, strict=True):
+                copy_pages(self._launcher, source, destination, pairs.view(-1, 2))
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...]) -> Ints:

@@ -48,3 +48,5 @@ class CudaStep:
     """Those that the first layers add to, see `PassSpec.picture_layers`; no captured step has any."""
     visible_ends: Tensor | None = None
     """As in StepBatch; no captured step has them."""
+    adapters: Tensor | None = None
+    """int32 [num_tokens], -1 for none; None if no token has one."""

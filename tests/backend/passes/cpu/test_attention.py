@@ -152,6 +152,7 @@ def check_attention(
 
 PAGE_SIZES = (1, 5, 16, 32, 48, 64, 80)
 DTYPES = [(dtype, kv_dtype) for dtype in (FP32, BF16) for kv_dtype in ("fp32", "bf16", "q8_0")]
+WINDOWS = [((None, 90)[i % 2], *each) for i, each in enumerate(DTYPES)]
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
@@ -170,8 +171,7 @@ def check_page_size(page_size: int, dtype: torch.dtype, kv_dtype: str, make_ops:
         check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, page_size, window)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
-@pytest.mark.parametrize("cap", [None, 4.0])
+@pytest.mark.parametrize(("cap", "dtype", "kv_dtype"), [((None, 4.0)[i % 2], *each) for i, each in enumerate(DTYPES)])
 def test_attention_with_other_scales_and_soft_caps_matches_float64(
     cap: float | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
 ) -> None:
@@ -181,8 +181,7 @@ def test_attention_with_other_scales_and_soft_caps_matches_float64(
     check_attention(harness, config, dtype, kv_dtype, [0, 5, 100, 70, 12, 600], [1, 1, 1, 20, 33, 1], 16, 90)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "dtype", "kv_dtype"), WINDOWS)
 def test_attention_with_sinks_matches_float64(
     window: int | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
 ) -> None:
@@ -193,8 +192,7 @@ def test_attention_with_sinks_matches_float64(
     check_attention(harness, BASE, dtype, kv_dtype, contexts, lengths, 16, window, sinks)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES)
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "dtype", "kv_dtype"), WINDOWS)
 def test_tokens_of_a_picture_attend_to_each_other_both_ways(
     window: int | None, dtype: torch.dtype, kv_dtype: str, make_ops: MakeOps
 ) -> None:
@@ -227,8 +225,13 @@ def test_attention_matches_float64_for_any_head_shape(
         check_attention(harness, config, dtype, kv_dtype, [0, 5, 100, 70, 12], [1, 1, 1, 20, 33], 16)
 
 
-@pytest.mark.parametrize("window", [None, 300, 700])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [(FP32, "fp32"), (FP32, "q8_0"), (BF16, "bf16"), (BF16, "q8_0")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "window"),
+    [
+        (FP32, "fp32", None), (FP32, "fp32", 300), (FP32, "q8_0", 700), (BF16, "bf16", 700), (BF16, "q8_0", None),
+        (BF16, "q8_0", 300),
+    ],
+)  # fmt: skip
 def test_attention_matches_float64_over_long_contexts(
     dtype: torch.dtype, kv_dtype: str, window: int | None, make_ops: MakeOps
 ) -> None:

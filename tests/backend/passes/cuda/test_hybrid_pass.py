@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
+from penstock.shm.messages import Sampling
+from penstock.tools.forward_pass_contract import test_contract
+from penstock.tools.forward_pass_contract.steps import MAX_RUNNING, NUM_CHECKPOINTS, NUM_PAGES, StepRunner
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.cuda.test_pass_in_engine import AheadBench
 from tests.backend.passes.cuda.tiny_models import (
@@ -57,7 +60,7 @@ def test_states_have_the_announced_bytes_and_pages_only_layers_with_attention() 
     made = make_driver("qwen3.5").forward_pass
     on_cpu = CpuDecoderPass.describe(checkpoint("qwen3.5"), options())
     states = made._ops.delta_net.states
-    assert sum(part.nbytes for part in states) == len(states[0]) * made.spec.state_bytes_per_sequence
+    assert sum(part.nbytes for part in states) == states[0].shape[1] * made.spec.state_bytes_per_sequence
     assert made.spec.state_bytes_per_sequence == on_cpu.state_bytes_per_sequence
     assert made.spec.kv_bytes_per_token == {**on_cpu.kv_bytes_per_token, "fp8": on_cpu.kv_bytes_per_token["bf16"] // 2}
     assert not made.spec.verifies_drafts
@@ -79,6 +82,45 @@ def test_preempted_requests_have_the_tokens_of_transformers() -> None:
     assert bench.scheduler.num_preemptions > 0
     assert made.num_host_pages == 0
     bench.close()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3.5", "qwen3-next"])
+def test_sequences_that_go_on_from_checkpoints_have_the_bits_of_those_computed_alone(architecture: str) -> None:
+    """A step ahead: prompts share a beginning, and the first answer is continued."""
+    system, *users = prompts((35, 7, 20, 12), seed=8)
+
+    def answer_all(*, together: bool) -> tuple[list[Any], list[int]]:
+        made = EmulatedCudaPass.load(
+            checkpoint(architecture), replace(options(max_batch_tokens=48), deterministic=True)
+        )
+        bench, found = AheadBench(made, num_pages=32), []
+        texts = [[*system, *user] for user in users]
+        for request_id, text in enumerate([*texts, texts[0]]):
+            answer = bench.received(0).token_ids if request_id == 3 else []
+            salt = b"" if together else bytes([request_id]) * 16
+            sampling = Sampling(num_logprobs=1, seed=5)
+            bench.submit([*text, *answer], 24, request_id=request_id, sampling=sampling, salt=salt)
+            if request_id != 1 or not together:
+                bench.run_dry()
+        for request_id in range(4):
+            received = bench.received(request_id)
+            assert received.started is not None
+            found.append(received.started.cached_tokens)
+        bench.close()
+        return [(each.token_ids, each.logprobs) for each in map(bench.received, range(4))], found
+
+    expected, none_cached = answer_all(together=False)
+    found, num_cached = answer_all(together=True)
+    assert found == expected
+    assert none_cached == [0] * 4
+    assert num_cached == [0, 32, 32, 64]
+
+
+def test_checkpoints_are_restored_before_a_step_and_saved_after_it() -> None:
+    made = EmulatedCudaPass.load(checkpoint("qwen3.5"), replace(options(), max_running=MAX_RUNNING))
+    made.create_cache(NUM_PAGES, 16, "fp32")
+    made.create_checkpoints(NUM_CHECKPOINTS)
+    test_contract.test_row_goes_on_from_a_checkpoint_that_the_same_step_overwrites(StepRunner(made))
 
 
 def test_pictures_have_the_inputs_of_layers_that_they_have_on_the_cpu() -> None:

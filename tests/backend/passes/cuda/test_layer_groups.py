@@ -45,6 +45,7 @@ def run_steps(made: IBatchedForwardPass, kv_dtype: str) -> tuple[NDArray[np.floa
         ("ministral", "fp32", "fp32", False),
         ("gemma3", "fp32", "q8_0", True),
         ("gpt-oss", "bf16", "bf16", False),
+        ("gemma3n", "bf16", "bf16", True),
         ("qwen2-window", "bf16", "bf16", False),
     ],
 )

@@ -14,6 +14,7 @@ from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, attention_by_window, make_layout
 from penstock.backend.passes.vision.tower import VisionTower, with_pictures
+from tests.backend.engine.test_speculation import Eager
 from tests.backend.passes.cuda.emulated_pass import EmulatedCudaPass
 from tests.backend.passes.vision.test_pictures import MODELS, check_answers
 from tests.backend.passes.vision.test_pictures import make_oracle as make_gemma
@@ -48,12 +49,14 @@ def load(directory: Path, options: PassOptions) -> EmulatedCudaPass:
 )
 def test_positions_and_features_of_pictures_are_those_of_transformers(name: str, chunk: int, tmp_path: Path) -> None:
     oracle = make_qwen(name, tmp_path, **TEXTS[name])
-    bench = QwenBench(tmp_path, load, max_batch_tokens=chunk, page_size=16)
+    bench = QwenBench(tmp_path, load, max_batch_tokens=chunk, page_size=16, drafting=Eager() if chunk < 16 else None)
     prompt = Prompt(bench.memory)
     bench.submit([9, 8, 7, 6], 30, request_id=1)
     bench.ask(prompt, 0)
     bench.run()
     check(bench, 0, oracle, prompt)
+    drafted = [batch for batch in bench.executor.batches if batch.drafts is not None]
+    assert any(batch.rope_positions is not None for batch in drafted) == (chunk < 16)
     bench.served.device.require_same_graphs()
     for graphs in (bench.served._graphs, bench.served._mixed_graphs._graphs):
         assert any(graph.num_replays for graph in graphs._graphs.values())

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import NOT_FINITE, DeviceRows
-from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 from tests.backend.passes.cuda.deferred_device import DeferredCudaPass, DeferredDevice
 from tests.backend.passes.cuda.tiny_models import checkpoint, generated, make_driver, options, oracle, prompts
-from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.driver import Driver, RowsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -65,6 +65,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "global_head_dim": 512,
         "vocab_size_per_layer_input": VOCAB_SIZE,
     },
+    "gemma3n": {
+        "num_hidden_layers": 4,
+        "layer_types": [*_ALTERNATING, *_ALTERNATING],
+        "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0],
+        "vocab_size_per_layer_input": VOCAB_SIZE - 20,
+    },
     "gemma4-moe": {"layer_types": _ALTERNATING, "global_head_dim": 128},
 }
 

@@ -10,6 +10,7 @@ import numpy as np
 from penstock.backend.forward_pass import (
     FROM_EMBEDDINGS,
     NO_ADAPTER,
+    DeviceRows,
     EmbeddedTokens,
     SamplingParams,
     ScoredTokens,
@@ -18,7 +19,6 @@ from penstock.backend.forward_pass import (
     TokenLogprobs,
 )
 from penstock.backend.kv_cache.kv_groups import KvGroups
-from penstock.tools.gpu.checks.pass_agreement import RowsOnHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +28,24 @@ if TYPE_CHECKING:
     from penstock.backend.forward_pass import EmbeddingRows
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass
+class RowsOnHost:
+    """`EmbeddingRows` in host memory."""
+
+    values: NDArray[np.float32]
+    device_reads = False
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def read(self) -> NDArray[np.float32]:
+        return self.values.copy()
+
+    def copy_to(self, there: DeviceRows) -> None:
+        raise TypeError(f"rows in host memory cannot be copied on the device, to {there}")
 
 
 @dataclass

@@ -129,10 +129,14 @@ def test_logits_on_every_path_equal_those_of_transformers(architecture: str, mak
         assert_near_oracle(architecture, prompt, logits)
 
 
-@pytest.mark.parametrize("architecture", PRESETS)
-def test_logits_of_a_mixed_batch_equal_those_of_transformers(architecture: str, make_usual_ops: MakeOps) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "make"),
+    [(architecture, (make_native_ops, make_torch_ops)[i % 2]) for i, architecture in enumerate(PRESETS)],
+    ids=name_of,
+)
+def test_logits_of_a_mixed_batch_equal_those_of_transformers(architecture: str, make: MakeOps) -> None:
     """Rows in decode, within their prompts, at the end of a long one and with a whole one, in one step."""
-    driver = Driver(make_pass(architecture, make_usual_ops), num_pages=64, page_size=8)
+    driver = Driver(make_pass(architecture, make), num_pages=64, page_size=8)
     decoding, long, waiting, whole = rows = [driver.add(prompt) for prompt in prompts((66, 80, 70, 68), seed=7)]
     driver.step([(decoding, 66), (long, 33)])
     tokens = {row.slot: tuple(row.tokens) for row in rows}

@@ -24,7 +24,7 @@ from penstock.backend.forward_pass import NO_ADAPTER, PassOptions
 from penstock.backend.options import BackendOptions
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.start.startup import describe_pass
-from tests.backend.passes.conftest import MakeOps, groups_for, make_native_ops
+from tests.backend.passes.conftest import MakeOps, groups_for, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder import test_quantized_pass as quantized
 from tests.backend.passes.decoder.driver import Driver, DriverRow
 from tests.backend.passes.decoder.quantized_oracle import relative_error
@@ -100,12 +100,13 @@ def add_rows(driver: Driver, choices: tuple[int, ...] = EACH, seed: int = 0) -> 
     return rows
 
 
-@pytest.mark.parametrize(("preset", "chunk"), list(zip(PRESETS, cycle((None, 7)), strict=False)))
-def test_rows_with_their_own_adapters_equal_merged_weights(
-    preset: str, chunk: int | None, make_usual_ops: MakeOps
-) -> None:
+@pytest.mark.parametrize(
+    ("preset", "chunk", "make"),
+    list(zip(PRESETS, cycle((None, 7)), cycle((make_native_ops, make_native_ops, make_torch_ops)), strict=False)),
+)
+def test_rows_with_their_own_adapters_equal_merged_weights(preset: str, chunk: int | None, make: MakeOps) -> None:
     """Prefill in one step or in chunks, then a decode step of all rows."""
-    driver = Driver(make_pass(preset, make_usual_ops), num_pages=64, page_size=8)
+    driver = Driver(make_pass(preset, make), num_pages=64, page_size=8)
     rows = add_rows(driver, seed=4)
     found = driver.prefill(chunk)
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +14,9 @@ from penstock.backend.kv_cache.kv_groups import KvGroups
 from penstock.backend.passes.decoder.cpu_pass import CpuDecoderPass
 from penstock.backend.passes.ops.layer_groups import split_groups, unit_values
 from tests.backend.harness import Bench
+from tests.backend.passes.conftest import MakeOps, make_native_ops, make_torch_ops
 from tests.backend.passes.decoder.driver import Driver, run_past_window
 from tests.backend.passes.decoder.test_decoder_pass import checkpoint, make_pass, oracle_logits, poison, prompts
-
-if TYPE_CHECKING:
-    from tests.backend.passes.conftest import MakeOps
 
 
 @pytest.mark.parametrize(
@@ -35,12 +33,20 @@ def test_pages_behind_the_window_are_not_read(architecture: str, kv_dtype: str, 
     np.testing.assert_array_equal(*results)
 
 
-@pytest.mark.parametrize(("architecture", "num_groups"), [("gemma3", 7), ("gemma3n", 4), ("gemma4-e", 2)])
+@pytest.mark.parametrize(
+    ("architecture", "num_groups", "make"),
+    [
+        ("gemma3", 7, make_native_ops),
+        ("gemma3n", 4, make_native_ops),
+        ("gemma4-e", 2, make_native_ops),
+        ("gemma4-e", 2, make_torch_ops),
+    ],
+)
 def test_requests_in_few_pages_have_the_tokens_of_transformers(
-    architecture: str, num_groups: int, make_usual_ops: MakeOps
+    architecture: str, num_groups: int, make: MakeOps
 ) -> None:
     """Runs in the engine: groups of layers, of which one keeps its pages, and requests that preempt each other."""
-    decoder = make_pass(architecture, make_usual_ops)
+    decoder = make_pass(architecture, make)
     num_pages = KvGroups.of(16, decoder.spec.kv_windows, 32, 1).most_pages(230)
     bench = Bench(
         forward_pass=decoder, vocab_size=256, num_pages=num_pages, page_size=16, max_batch_tokens=32, max_context=230

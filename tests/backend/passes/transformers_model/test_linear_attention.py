@@ -15,7 +15,7 @@ from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.transformers_model import linear_attention
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
 from penstock.tools.forward_pass_contract import test_contract
-from penstock.tools.forward_pass_contract.steps import MAX_RUNNING, NUM_PAGES, StepRunner
+from penstock.tools.forward_pass_contract.steps import MAX_RUNNING, NUM_CHECKPOINTS, NUM_PAGES, StepRunner
 from tests.backend.harness import Bench
 from tests.backend.passes.transformers_model.test_transformers_pass import checkpoint
 from tests.checkpoints import load_oracle
@@ -59,11 +59,13 @@ def test_engine_continues_qwen3_next_as_generate_does_also_after_preemption() ->
         test_contract.test_row_does_not_depend_on_the_other_rows,
         test_contract.test_sequence_waits_between_its_rows_and_begins_again_in_its_slot,
         test_contract.test_slots_keep_their_sequences_apart,
+        test_contract.test_row_goes_on_from_a_checkpoint_that_the_same_step_overwrites,
     ],
 )
 def test_slots_keep_the_states_that_the_contract_asks_for(test: Any) -> None:
     forward_pass = load(MAX_RUNNING)
     forward_pass.create_cache(NUM_PAGES, 4, "fp32")
+    forward_pass.create_checkpoints(NUM_CHECKPOINTS)
     test(StepRunner(forward_pass))
 
 

@@ -160,15 +160,13 @@ class QwenBench(Bench):
 def check(bench: QwenBench, request_id: int, oracle: Any, prompt: Prompt) -> None:
     received = bench.received(request_id)
     assert received.finishes == [Finish.LENGTH], received.failure
-    words = list(prompt.words)
-    for token, entry in zip(received.token_ids, received.logprobs, strict=True):
-        with torch.inference_mode():
-            logits = oracle(**oracle_inputs(words, prompt.pixels)).logits[0, -1]
-        expected = torch.log_softmax(logits.float(), -1)
+    with torch.inference_mode():
+        logits = oracle(**oracle_inputs([*prompt.words, *received.token_ids[:-1]], prompt.pixels)).logits[0]
+    rows = torch.log_softmax(logits[-len(received.token_ids) :].float(), -1)
+    for token, entry, expected in zip(received.token_ids, received.logprobs, rows, strict=True):
         assert token == int(expected.argmax())
         assert entry is not None
         np.testing.assert_allclose(entry.top_logprobs, expected[list(entry.top_ids)], atol=2e-4)
-        words.append(token)
 
 
 @pytest.mark.parametrize("name", TOWERS)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.backend.passes.cuda.attention.decode_attention import SM_SHARED_BYTES
 from penstock.backend.passes.cuda.attention.encoder_attention import DTYPES as ENCODER_DTYPES
 from penstock.backend.passes.cuda.attention.encoder_attention import PUBLISHED_HEAD_DIMS
 from penstock.backend.passes.cuda.attention.kernel_limits import HEAD_DIMS
-from penstock.backend.passes.cuda.device.launcher import Launcher
+from penstock.backend.passes.cuda.device.kernel_choices import ALLOWED, CONSTANTS, KernelChoices
+from penstock.backend.passes.cuda.device.launcher import Kernel, Launcher
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import HeadShape, supports_q8_0
 from penstock.tools.gpu.cases.attention import decode, delta_net, encoder, prefill, wide
@@ -24,6 +27,20 @@ from penstock.tools.gpu.cases.elementwise import DTYPES, StoreCase
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
 _PAGE_SIZES_TOKENS = (16, 32, 64)
+# Carve-outs last: kernels that differ in this alone are one function of the driver, which keeps the last setting.
+_OF_DECODE = ("page_size_tokens", "ring_tiles", "chunk_tokens", "chunk_levels", "carveout_percent")
+DECODE_CHOICES: dict[str, KernelChoices] = {
+    f"{name}.{value}": replace(CONSTANTS, **{name: value})
+    for name in _OF_DECODE
+    for value in ALLOWED[name]
+    if value != getattr(CONSTANTS, name)
+}
+PREFILL_CHOICES: dict[str, KernelChoices] = {
+    f"{rows}+{tokens}": replace(CONSTANTS, query_rows=rows, key_tokens=tokens, wgmma=0)
+    for rows in ALLOWED["query_rows"]
+    for tokens in ALLOWED["key_tokens"]
+}
+"""The tiles of the kernel with mma.sync."""
 
 
 def wide_checks(shared_bytes: int) -> Iterator[Check]:
@@ -51,7 +68,7 @@ def wide_checks(shared_bytes: int) -> Iterator[Check]:
         for name, check in (("steep", decode.check_steep), ("long_chunk", decode.check_long_chunk)):
             yield check_of("decode", f"{name}.{kv_dtype}", check, kv_dtype=kv_dtype, shared_bytes=shared_bytes)
         if kv_dtype != "fp32":  # whose contexts are not cut
-            yield from _segments(kv_dtype)
+            yield from segment_checks(kv_dtype)
         yield check_of("prefill", f"steep.{kv_dtype}", prefill.check_steep, kv_dtype=kv_dtype)
 
 
@@ -90,16 +107,34 @@ def small_wgmma_checks() -> Iterator[Check]:
     yield check_of("wgmma", "cut", _prefill_in_any_chunks, kv_dtype="bf16", has_wgmma=True)
 
 
-def wgmma_checks() -> Iterator[Check]:
-    yield from small_wgmma_checks()
-    yield from _segments("bf16", has_wgmma=True)
-
-
-def _segments(kv_dtype: str, *, has_wgmma: bool = False) -> Iterator[Check]:
+def segment_checks(kv_dtype: str, *, has_wgmma: bool = False) -> Iterator[Check]:
     family = "wgmma" if has_wgmma else "prefill"
     attention = prefill.attention_of(128, kv_dtype, group=4, page_size=32, has_wgmma=has_wgmma)
     for name, shapes in (("segments", prefill.SEGMENTED), ("far_segments", prefill.FAR_SEGMENTS)):
         yield check_of(family, f"{name}.{kv_dtype}", prefill.check_segments, attention=attention, shapes=shapes)
+
+
+def choice_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Check]:
+    """Yield a check of each setting that a GPU's record may have, if it is not the constant."""
+    for name, settings in DECODE_CHOICES.items():
+        tokens, page_size = settings.chunk_tokens, settings.page_size_tokens
+        lengths = (1, tokens - 1, tokens, tokens + 1, 3 * tokens + 70)
+        check = _decode(shared_bytes, "bf16", 128, 4, page_size, lengths, kv_heads=1, choices=settings)
+        yield replace(check, family="choices", name=name)
+    for name, settings in PREFILL_CHOICES.items():
+        for kv_dtype in ("bf16", "q8_0"):
+            check = _prefill(kv_dtype, 128, 4, 16, ((0, 1), (70, 80), (30, 3)), choices=settings)
+            yield replace(check, family="choices", name=f"{name}.{kv_dtype}")
+
+
+def choice_kernels() -> Iterator[Kernel]:
+    """Yield the instantiations of `choice_checks`, for devices with SM_SHARED_BYTES."""
+    for settings in DECODE_CHOICES.values():
+        for shared_bytes in SM_SHARED_BYTES:
+            yield from decode.attention_of(128, shared_bytes=shared_bytes, choices=settings).kernels()
+    for settings in PREFILL_CHOICES.values():
+        for kv_dtype in ("bf16", "q8_0"):
+            yield from prefill.attention_of(128, kv_dtype, choices=settings).kernels()
 
 
 def encoder_checks() -> Iterator[Check]:

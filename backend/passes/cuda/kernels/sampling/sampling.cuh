@@ -118,6 +118,11 @@ struct Kept {
     }
 };
 
+// Count a generated token in its slot's counts.
+__device__ __forceinline__ void count_token(unsigned short* counts, int token) {
+    if (counts[token] < 0xfffe) counts[token] += 2;
+}
+
 // The arrays of all slots, and of a step's L rows.
 struct Step {
     const Act* logits;              // [L, logits_stride]
@@ -162,10 +167,7 @@ struct Step {
     __device__ __forceinline__ void finish(int slot, const SlotParams& params, int token) const {
         tokens[blockIdx.y] = token;
         last_tokens[slot] = token < 0 ? 0 : token;
-        if (params.is_penalised && token >= 0) {
-            unsigned short& word = counts[counts_of(slot) + token];
-            if (word < 0xfffe) word += 2;
-        }
+        if (params.is_penalised && token >= 0) count_token(counts + counts_of(slot), token);
     }
 };
 

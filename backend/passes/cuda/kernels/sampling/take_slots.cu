@@ -7,7 +7,7 @@ struct SlotUpdate {
     SlotParams params;
     int slot;
     int first_bias;               // index in the array of the first (token, value) pair
-    int first_count, num_counts;  // of the seen tokens: token << 14 | times generated << 1 | whether in the prompt
+    int first_count, num_counts;  // of the seen tokens: token << 13 | times generated << 1 | whether in the prompt
 };
 
 // One block per slot. updates: one SlotUpdate per slot, followed by the data that they refer to.
@@ -29,5 +29,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     const unsigned* seen = reinterpret_cast<const unsigned*>(updates + update.first_count);
     for (int i = threadIdx.x; i < update.num_counts; i += kThreads)
-        counts[slot * width * 8 + (seen[i] >> 14)] = (unsigned short)(seen[i] & 0x3fffu);
+        counts[slot * width * 8 + (seen[i] >> 13)] = (unsigned short)(seen[i] & 0x1fffu);
 }

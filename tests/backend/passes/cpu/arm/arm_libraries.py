@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from penstock.backend.passes.cpu.library.cpu_paths import PATHS, KernelBuild
-from penstock.backend.passes.cpu.library.native_library import compile_builds, directory_name, find_compiler
+from penstock.backend.passes.cpu.library.native_library import compile_builds, directory_name
 from penstock.process.cache_directory import cache_directory
 from tests.backend.passes.cpu.arm.kernel_driver import KernelDriver
-from tests.backend.passes.cpu.path_libraries import QUICKLY_COMPILED, open_path
+from tests.backend.passes.cpu.path_libraries import QUICKLY_COMPILED
 from tests.temporary import make_shared_directory
 
 _COMPILER, _EMULATOR, _LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-linux-gnu"
@@ -33,13 +33,10 @@ _BUILDS = tuple(
 
 
 def start_driver(path: str, monkeypatch: pytest.MonkeyPatch, cpu: str | None = None) -> KernelDriver:
-    """A driver of one of CPUS' paths, by default on its CPU, or of "avx2" on this machine."""
-    if path not in CPUS:
-        library = open_path(path)
-        return KernelDriver([str(_compile_driver(find_compiler() or "g++"))], Path(library._name))
+    """A driver of one of CPUS' paths, by default on its CPU."""
     _require_cross_compiler()
     emulator = [_EMULATOR, "-L", _LIBRARIES, "-cpu", cpu or CPUS[path]]
-    return KernelDriver([*emulator, str(_compile_driver(_COMPILER))], _compile_libraries(monkeypatch) / f"{path}.so")
+    return KernelDriver([*emulator, str(_compile_driver())], _compile_libraries(monkeypatch) / f"{path}.so")
 
 
 def _require_cross_compiler() -> None:
@@ -67,7 +64,7 @@ def _compile_libraries(monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @cache
-def _compile_driver(compiler: str) -> Path:
+def _compile_driver() -> Path:
     program = make_shared_directory() / "kernel_driver"
-    subprocess.run([compiler, "-O1", "-std=c++17", "-o", str(program), str(_DRIVER), "-ldl"], check=True)
+    subprocess.run([_COMPILER, "-O1", "-std=c++17", "-o", str(program), str(_DRIVER), "-ldl"], check=True)
     return program

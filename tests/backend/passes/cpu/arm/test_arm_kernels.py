@@ -1,7 +1,4 @@
-"""The kernels for ARM, run by qemu: the other modules' tests, with fewer cases and smaller sizes.
-
-They run on the kernels for AVX2 too, in another process as well, which checks that process and its copies.
-"""
+"""The kernels for ARM, run by qemu: the other modules' tests, with fewer cases and smaller sizes."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ KV_DTYPES = ("fp32", "bf16", "q8_0")
 for_both_dtypes = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 
 
-@pytest.fixture(scope="module", params=["avx2", *CPUS])
+@pytest.fixture(scope="module", params=CPUS)
 def kernels(request: pytest.FixtureRequest) -> Iterator[RemoteKernels]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         driver = start_driver(request.param, monkeypatch)

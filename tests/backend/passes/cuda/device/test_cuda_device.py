@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from penstock.backend.forward_pass import DeviceLost
-from penstock.backend.passes.cuda.device.cuda_device import CudaDevice
+from penstock.backend.passes.cuda.device.cuda_device import CudaDevice, open_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,6 +91,16 @@ def test_an_event_blocks_without_spinning_and_waits_on_its_own_gpu(monkeypatch: 
         call.set_device(3),
         call.event().synchronize(),
     ]
+
+
+def test_passes_of_a_thread_share_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second device would replace the stream in which torch works for the first."""
+    _device(monkeypatch)
+    opened = [open_gpu("cuda:0"), open_gpu("cuda:0"), open_gpu("cuda:1")]
+    thread = threading.Thread(target=lambda: opened.append(open_gpu("cuda:0")))
+    thread.start()
+    thread.join()
+    assert [opened.index(device) for device in opened] == [0, 0, 2, 3]
 
 
 def _device(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> tuple[CudaDevice, Any]:

@@ -86,7 +86,7 @@ def test_pages_of_far_layers_are_copied() -> None:
     source, target = 1, layout.num_pages - 1
     cache[:, source] = torch.arange(1, 4, dtype=torch.uint8)[:, None]
     for pair in ((source, target), (target, 2)):
-        copy_pages(LAUNCHER, cache, cache, ints(*pair).view(1, 2), layout)
+        copy_pages(LAUNCHER, cache, cache, ints(*pair).view(1, 2))
         assert cache[:, pair[1]].unique(dim=1).tolist() == [[1], [2], [3]]
     assert not cache[:, target - 1].any()
 

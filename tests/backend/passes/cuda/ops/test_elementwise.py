@@ -33,6 +33,7 @@ from penstock.tools.gpu.cases.elementwise import (
     rms_norm,
     rope_rows,
 )
+from penstock.tools.gpu.cases.streams import check_cut_gates, check_streams
 from tests.cuda_emulator import EmulatedLauncher
 
 LAUNCHERS = {
@@ -254,9 +255,22 @@ def test_pages_are_copied_to_a_buffer_of_another_number_of_pages() -> None:
     layout = CacheLayout(2, 6, 16, 1, 64, "fp8")
     cache = torch.randint(0, 256, (2, 6, layout.page_bytes), dtype=torch.uint8)
     host = torch.zeros(2, 3, layout.page_bytes, dtype=torch.uint8)
-    copy_pages(LAUNCHERS["fast"], cache, host, ints(5, 0, 1, 2).view(2, 2), layout)
+    copy_pages(LAUNCHERS["fast"], cache, host, ints(5, 0, 1, 2).view(2, 2))
     assert torch.equal(host[:, [0, 2]], cache[:, [5, 1]])
     assert not host[:, 1].any()
+
+
+# ---- Several residual streams ----
+
+
+def test_streams_are_predicted_corrected_and_averaged_as_in_float64(dtype: torch.dtype) -> None:
+    check_streams(LAUNCHERS["fast"], dtype, 1032)
+    check_cut_gates(LAUNCHERS["fast"], dtype, 1032)
+
+
+def test_kernels_of_streams_depend_on_no_order_of_threads(launcher: EmulatedLauncher) -> None:
+    check_streams(launcher, torch.float32, 72)
+    check_cut_gates(launcher, torch.bfloat16, 72)
 
 
 # ---- Unsupported models ----

@@ -32,7 +32,7 @@ from penstock.tools.gpu.cases.sampler import (
     random_logits,
     slot_init,
 )
-from penstock.tools.gpu.cases.sampling import check_logprobs, report
+from penstock.tools.gpu.cases.sampling import check_drafts, check_logprobs, report
 from tests.cuda_emulator import EmulatedLauncher
 
 FAST = EmulatedLauncher()
@@ -80,12 +80,12 @@ def test_greedy_takes_the_first_of_the_largest_logits(vocab_size: int, dtype: to
 
 
 def test_the_largest_vocabulary_is_sampled() -> None:
-    device = Device(1 << 18, 2)
-    device.take(slot_init(0, temperature=0.0, logit_bias=(((1 << 18) - 1, 100.0),)), slot_init(1, top_k=1))
-    logits = random_logits(2, 1 << 18)
-    assert device.sample(logits, [0, 1]) == [(1 << 18) - 1, int(logits[1].argmax())]
-    with pytest.raises(ValueError, match="vocab_size is 262145"):
-        SlotArrays(1, (1 << 18) + 1, CPU)
+    device = Device(1 << 19, 2)
+    device.take(slot_init(0, temperature=0.0, logit_bias=(((1 << 19) - 1, 100.0),)), slot_init(1, top_k=1))
+    logits = random_logits(2, 1 << 19)
+    assert device.sample(logits, [0, 1]) == [(1 << 19) - 1, int(logits[1].argmax())]
+    with pytest.raises(ValueError, match="vocab_size is 524289"):
+        SlotArrays(1, (1 << 19) + 1, CPU)
 
 
 def test_rows_may_have_a_larger_stride(launcher: EmulatedLauncher) -> None:
@@ -107,6 +107,10 @@ def test_biases_of_tokens_at_segment_edges_are_applied(launcher: EmulatedLaunche
 
 def test_a_token_count_saturates() -> None:
     check_counts(FAST)
+
+
+def test_positions_with_drafts_draw_the_tokens_of_steps_without_them(launcher: EmulatedLauncher) -> None:
+    check_drafts(launcher, 4500 if launcher is FAST else 90, samples=FAST)
 
 
 def test_penalties_ignore_prompt_embeddings() -> None:
@@ -224,13 +228,14 @@ def test_filters_apply_after_masks_and_biases() -> None:
     assert set(device.sample(np.tile(logits, (draws, 1)), list(range(draws)), masks=masks)) == allowed
 
 
-@pytest.mark.parametrize("params", [{"top_k": 3, "top_p": 0.9}, {"typical_p": 0.7, "min_p": 0.01}])
 @pytest.mark.parametrize(
-    ("order", "dtype"),
+    ("order", "params", "dtype"),
     [
-        *((order, torch.float32) for order in ("forward", "reverse", "random")),
-        ("reverse", torch.bfloat16),
-        ("random", torch.float16),
+        ("forward", {"top_k": 3, "top_p": 0.9}, torch.float32),
+        ("reverse", {"typical_p": 0.7, "min_p": 0.01}, torch.float32),
+        ("random", {"top_k": 3, "top_p": 0.9}, torch.float32),
+        ("random", {"typical_p": 0.7, "min_p": 0.01}, torch.float16),
+        ("reverse", {"top_k": 3, "top_p": 0.9}, torch.bfloat16),
     ],
 )
 def test_filters_have_no_races_and_stay_in_bounds(order: str, params: dict[str, float], dtype: torch.dtype) -> None:
