@@ -18,7 +18,7 @@ MAX_RANKS = MAX_PARTS * 512
 HEADER_BYTES = 128
 NUM_LAUNCHES = 2
 """Kernels that adapters add to a product."""
-_MAX_ADAPTERS = 512
+MAX_ADAPTERS = 512
 """Those that requests may name, and as many that were unloaded while requests use them."""
 _VALUES = 8
 _RANKS_AT_ONCE = 4
@@ -44,7 +44,7 @@ def _kernels(act: int) -> tuple[Kernel, Kernel, Kernel]:
 
 def scratch_bytes(max_tokens: int, num_linears: int) -> int:
     """Memory of the sums by rank, and of where the adapters of linears are."""
-    return 4 * max_tokens * MAX_RANKS + 8 * num_linears * _MAX_ADAPTERS
+    return 4 * max_tokens * MAX_RANKS + 8 * num_linears * MAX_ADAPTERS
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +76,7 @@ class CudaAdapters:
 
     def open(self, linears: Sequence[Linear]) -> None:
         """Let the linears have adapters, before a step is captured."""
-        shape = len(linears), _MAX_ADAPTERS
+        shape = len(linears), MAX_ADAPTERS
         places = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         self._places = dict(zip(map(id, linears), places, strict=True))
 
@@ -107,8 +107,8 @@ class CudaAdapters:
             places[index : index + 1].fill_(-1)
         if prepared is None:
             return
-        if index >= _MAX_ADAPTERS:
-            raise RuntimeError(f"an adapter has index {index}; the kernels have {_MAX_ADAPTERS}")
+        if index >= MAX_ADAPTERS:
+            raise RuntimeError(f"an adapter has index {index}; the kernels have {MAX_ADAPTERS}")
         part = _Part(places, index, self._end, len(prepared))
         if part.begin + part.num_bytes > len(self._memory):
             self._close_gaps()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backend.forward_pass import StepBatch
+from penstock.backend.passes.cuda.memory.lora import MAX_ADAPTERS
 from penstock.backend.passes.ops.prompt_embeddings import check_embeddings
 
 Ints = NDArray[np.int32]
@@ -96,7 +97,7 @@ class _Step(Structure):
 
 
 class _Fault(IntEnum):
-    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY = range(11)
+    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY, ADAPTERS, POSITIONS = range(13)
 
 
 class StepPacker:
@@ -111,7 +112,7 @@ class StepPacker:
         sizes = [limits.max_rows, limits.max_tokens, limits.max_pages, limits.page_size_tokens, limits.num_pages]
         sizes += [limits.vocab_size, limits.num_groups, limits.max_logits, *most]
         starts = [place.start for place in places.values()]
-        numbers = *sizes, *starts, limits.has_adapters * limits.max_tokens, int(limits.has_axes)
+        numbers = *sizes, *starts, limits.has_adapters * limits.max_tokens, int(limits.has_axes), MAX_ADAPTERS
         self._layout = (c_int64 * len(numbers))(*numbers)
         self.pages = np.full((limits.num_groups, limits.max_rows, limits.max_pages), -1, np.int32)
         """Contents of the device's page tables."""
@@ -134,6 +135,16 @@ class StepPacker:
         if batch.embeddings:
             check_embeddings(batch)
         table, ids = batch.page_table, batch.input_ids
+        num_tokens, num_rows, num_logits = ids.shape[0], batch.context_lens.shape[0], batch.logit_rows.shape[0]
+        for name, array, size in (
+            ("slots", batch.slots, num_rows),
+            ("page_table", table, num_rows * table.shape[1] * self._limits.num_groups),
+            ("adapters", batch.adapters, num_rows),
+            ("drafts", batch.drafts, num_logits),
+            ("rope_positions", batch.rope_positions, 3 * num_tokens),
+        ):
+            if array is not None and array.size != size:
+                raise ValueError(f"{name} has {array.size} numbers; those of the step are {size}")
         tiles, num_tiles, num_decode = NO_INTS, 0, 0
         if mixed is not None:
             tiles, num_tiles, num_decode, padded = mixed.tiles, mixed.num_tiles, mixed.num_decode, mixed.num_tokens
@@ -147,10 +158,9 @@ class StepPacker:
         # ndarray.ctypes would make two objects of each array.
         addresses = [0 if array is None else array.__array_interface__["data"][0] for array in arrays]
         self._pointers[:] = (*addresses[:_NUM_ARRAYS], block, self._pages_address)
-        num_tokens: int = ids.shape[0]
         self._numbers[:] = (
-            num_tokens, batch.context_lens.shape[0], batch.query_starts.shape[0], batch.logit_rows.shape[0],
-            table.shape[1], padded if padded > num_tokens else num_tokens, mixed is not None, num_decode,
+            num_tokens, num_rows, batch.query_starts.shape[0], num_logits, table.shape[1],
+            padded if padded > num_tokens else num_tokens, mixed is not None, num_decode,
             tiles.shape[0], num_tiles, batch.embeddings != (), is_drawn, len(parts),
         )  # fmt: skip
         self._parts[: len(parts)] = addresses[_NUM_ARRAYS:]
@@ -180,6 +190,10 @@ class StepPacker:
                 raise ValueError(f"{batch.num_sampled} rows and drafts are sampled; at most {limits.max_logits} may be")
             first = ids[batch.verified_tokens + 1].min(initial=0)
             raise ValueError(f"a draft is {first}; it must be a token, behind one of its row")
+        if fault == _Fault.ADAPTERS and batch.adapters is not None:
+            texts[fault] = f"adapters are {_range(batch.adapters)}; there are {MAX_ADAPTERS}"
+        if fault == _Fault.POSITIONS and batch.rope_positions is not None:
+            texts[fault] = f"rope_positions are {_range(batch.rope_positions)}; none exceeds its token's position"
         if fault in texts:
             raise ValueError(texts[fault])
         ends = batch.context_lens + np.diff(starts)

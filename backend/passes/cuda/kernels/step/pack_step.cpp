@@ -23,6 +23,7 @@ struct Layout {
         drawn_slots, adapters, logit_adapters, ids, tiles;
     i64 adapted_tokens;  // size of adapters; 0 for a pass without them, whose logit_adapters are not there either
     i64 has_axes;        // positions follow the ids
+    i64 max_adapters;
 };
 
 struct Step {
@@ -45,7 +46,8 @@ struct Step {
     i64 num_ints;
 };
 
-enum Fault : i64 { kNone, kTooMany, kStarts, kSlots, kTokens, kEmbeddings, kLogitRows, kDrafts, kEnds, kPages, kCapacity };
+enum Fault : i64 { kNone, kTooMany, kStarts, kSlots, kTokens, kEmbeddings, kLogitRows, kDrafts, kEnds, kPages, kCapacity,
+                    kAdapters, kPositions };
 
 i64 aligned(i64 num_ints) { return (num_ints + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -78,6 +80,11 @@ Fault check(const Layout& layout, const Step& step) {
     const i64 capacity = std::min(step.table_width, layout.max_pages) * layout.page_tokens;
     for (i64 r = 0; r < step.num_rows; ++r)
         if (step.context_lens[r] < 0 || i64(step.context_lens[r]) + starts[r + 1] - starts[r] > capacity) return kEnds;
+    for (i64 r = 0; step.adapters && r < step.num_rows; ++r)
+        if (step.adapters[r] < -1 || step.adapters[r] >= layout.max_adapters) return kAdapters;
+    for (i64 r = 0; layout.has_axes && step.positions && r < step.num_rows; ++r)
+        for (i64 i = kAxes * starts[r]; i < kAxes * starts[r + 1]; ++i)
+            if (step.positions[i] < 0 || step.positions[i] > step.context_lens[r] + i / kAxes - starts[r]) return kPositions;
     return kNone;
 }
 

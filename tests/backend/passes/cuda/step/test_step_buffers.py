@@ -159,10 +159,21 @@ def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
     assert sent is not None
     positions = sent.view(8, 3)
     assert positions.tolist() == [[place] * 3 for place in (9, 3, 4, 5, 6, 0, 1, 2)]
-    given = np.arange(24, dtype=np.int32).reshape(8, 3)
+    given = positions.numpy() - np.array([0, 0, 1], np.int32) * (positions.numpy() > 0)
     buffers.load(replace(batch, rope_positions=given), 0, [])
     assert positions.tolist() == given.tolist()
     assert set(buffers.logit_adapters.tolist()) == {-1}
+    for changes, message in (
+        ({"adapters": [2, 512, 0]}, "adapters are 0 … 512; there are 512"),
+        ({"adapters": [-2, 0, 0]}, "adapters are -2 … 0"),
+        ({"adapters": [0, 0]}, "adapters has 2 numbers; those of the step are 3"),
+        ({"drafts": [0, 1]}, "drafts has 2 numbers; those of the step are 3"),
+        ({"rope_positions": given[:7]}, "rope_positions has 21 numbers; those of the step are 24"),
+        ({"rope_positions": given + 2}, "rope_positions are .*none exceeds its token's position"),
+        ({"rope_positions": given - 1}, "rope_positions are -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buffers.load(replace(batch, **{key: np.array(value, np.int32) for key, value in changes.items()}), 0, [])
     for drafts in ([1, 0, 0], [0, 4, 0], [0, -1, 0]):
         with pytest.raises(ValueError, match=r"a draft is .*it must be a token"):
             buffers.load(replace(batch, drafts=np.array(drafts, np.int32)), 0, [])
@@ -222,6 +233,8 @@ def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
     [
         ({"slots": np.array([0, 6], np.int32)}, "slots are 0 … 6; there are 6"),
         ({"slots": np.array([-1, 2], np.int32)}, "slots are -1 … 2"),
+        ({"slots": np.array([0], np.int32)}, "slots has 1 numbers; those of the step are 2"),
+        ({"page_table": np.zeros((1, 8), np.int32)}, "page_table has 8 numbers; those of the step are 16"),
         ({"input_ids": np.array([4, 100], np.int32)}, "token ids are 4 … 100; the vocabulary has 100"),
         ({"input_ids": np.array([-3, 1], np.int32)}, "token ids are -3"),
         ({"input_ids": np.array([-2, 1], np.int32)}, r"embeddings for 0 tokens, from \[\] on; 1 tokens are"),
@@ -250,7 +263,7 @@ def test_missing_compiler_is_named_before_weights_are_read(monkeypatch: pytest.M
         raise LibraryUnavailableError("no C++ compiler: install g++ or clang++, or set CXX to another")
 
     monkeypatch.setattr(step_library, "open_build", refuse)
-    with pytest.raises(StartupError, match=r"the GPU pass cannot pack its steps: no C\+\+ compiler"):
+    with pytest.raises(StartupError, match=r"the GPU pass cannot pack its steps: no C\+\+ compiler.*compile-kernels"):
         open_step_library()
 
 
