@@ -197,10 +197,11 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], text: Mapping[s
         "layer_norm_eps": eps,
         "hidden_act": _activation(metadata, kind),
     }
-    if vision["hidden_size"] % vision["num_attention_heads"] or patch > side:
+    if vision["hidden_size"] % vision["num_attention_heads"] or patch * merge > side:
         raise StartupError(
             f"clip.vision.embedding_length is {vision['hidden_size']}, patch_size {patch}; the first is a multiple of "
-            f"attention.head_count, {vision['num_attention_heads']}, the other at most image_size, {side}"
+            f"attention.head_count, {vision['num_attention_heads']}, the other, times spatial_merge_size, {merge}, at most "
+            f"image_size, {side}"
         )
     config, processor, image = _parts(metadata, tensors, kind, vision, merge, hidden_size)
     whole = {

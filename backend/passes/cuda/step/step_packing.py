@@ -71,7 +71,7 @@ class MixedPadding:
 
 _POINTERS = (
     *("input_ids", "query_starts", "context_lens", "page_table", "slots", "logit_rows", "own_tiles"),
-    *("adapters", "drafts", "positions", "block", "pages"),
+    *("adapters", "drafts", "positions", "visible_ends", "block", "pages"),
 )
 _NUMBERS = (
     *("num_tokens", "num_rows", "num_starts", "num_logits", "table_width", "padded_tokens", "is_mixed", "num_decode"),
@@ -97,7 +97,7 @@ class _Step(Structure):
 
 
 class _Fault(IntEnum):
-    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY, ADAPTERS, POSITIONS = range(13)
+    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY, ADAPTERS, POSITIONS, VISIBLE = range(14)
 
 
 class StepPacker:
@@ -142,6 +142,7 @@ class StepPacker:
             ("adapters", batch.adapters, num_rows),
             ("drafts", batch.drafts, num_logits),
             ("rope_positions", batch.rope_positions, 3 * num_tokens),
+            ("visible_ends", batch.visible_ends, num_tokens),
         ):
             if array is not None and array.size != size:
                 raise ValueError(f"{name} has {array.size} numbers; those of the step are {size}")
@@ -150,7 +151,7 @@ class StepPacker:
             tiles, num_tiles, num_decode, padded = mixed.tiles, mixed.num_tiles, mixed.num_decode, mixed.num_tokens
         arrays: list[Ints | None] = [
             ids, batch.query_starts, batch.context_lens, table, batch.slots, batch.logit_rows, tiles, batch.adapters,
-            batch.drafts, batch.rope_positions, *parts,
+            batch.drafts, batch.rope_positions, batch.visible_ends, *parts,
         ]  # fmt: skip
         for index, array in enumerate(arrays):
             if array is not None and (array.dtype != _INT32 or not array.flags.c_contiguous):
@@ -194,6 +195,8 @@ class StepPacker:
             texts[fault] = f"adapters are {_range(batch.adapters)}; there are {MAX_ADAPTERS}"
         if fault == _Fault.POSITIONS and batch.rope_positions is not None:
             texts[fault] = f"rope_positions are {_range(batch.rope_positions)}; none exceeds its token's position"
+        if fault == _Fault.VISIBLE and batch.visible_ends is not None:
+            texts[fault] = f"visible_ends are {_range(batch.visible_ends)}; each is behind its token, up to its row's end"
         if fault in texts:
             raise ValueError(texts[fault])
         ends = batch.context_lens + np.diff(starts)

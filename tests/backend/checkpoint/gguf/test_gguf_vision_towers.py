@@ -194,6 +194,7 @@ def test_gemmas_two_files_give_the_tokens_of_transformers(name: str, tmp_path: P
         ("qwen3-vl", "is_deepstack_layers", [True, False], r"is_deepstack_layers is .*expected 3 integers"),
         ("qwen3-vl", "is_deepstack_layers", [True] * 3, r"has 3 layers; the model's n_deepstack_layers is 2"),
         ("qwen2-vl", "spatial_merge_size", 1 << 20, r"spatial_merge_size is 1048576; it is from"),
+        ("qwen3-vl", "spatial_merge_size", 1 << 16, r"times spatial_merge_size, 65536, at most image_size, 560"),
     ],
 )
 def test_sizes_in_the_metadata_are_checked(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ struct Step {
     const i32 *input_ids, *query_starts, *context_lens, *page_table, *slots, *logit_rows, *own_tiles,
         *adapters,  // by row; null if no row has one
         *drafts,    // by logit row; null if there are none
-        *positions; // [T, 3]; null if they are those in the sequences
+        *positions,     // [T, 3]; null if they are those in the sequences
+        *visible_ends;  // [T]; null if tokens see up to themselves
     i32* block;  // page-locked
     i32* pages;  // [groups, max_rows, max_pages] on the device
     i64 num_tokens, num_rows, num_starts, num_logits, table_width;
@@ -47,7 +48,7 @@ struct Step {
 };
 
 enum Fault : i64 { kNone, kTooMany, kStarts, kSlots, kTokens, kEmbeddings, kLogitRows, kDrafts, kEnds, kPages, kCapacity,
-                    kAdapters, kPositions };
+                    kAdapters, kPositions, kVisible };
 
 i64 aligned(i64 num_ints) { return (num_ints + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -85,6 +86,11 @@ Fault check(const Layout& layout, const Step& step) {
     for (i64 r = 0; layout.has_axes && step.positions && r < step.num_rows; ++r)
         for (i64 i = kAxes * starts[r]; i < kAxes * starts[r + 1]; ++i)
             if (step.positions[i] < 0 || step.positions[i] > step.context_lens[r] + i / kAxes - starts[r]) return kPositions;
+    for (i64 r = 0; step.visible_ends && r < step.num_rows; ++r)
+        for (i64 i = starts[r]; i < starts[r + 1]; ++i)
+            if (const i64 end = step.visible_ends[i] - i64(step.context_lens[r]) + starts[r];
+                end <= i || end > starts[r + 1])
+                return kVisible;
     return kNone;
 }
 

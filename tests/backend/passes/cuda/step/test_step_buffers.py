@@ -160,7 +160,8 @@ def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
     positions = sent.view(8, 3)
     assert positions.tolist() == [[place] * 3 for place in (9, 3, 4, 5, 6, 0, 1, 2)]
     given = positions.numpy() - np.array([0, 0, 1], np.int32) * (positions.numpy() > 0)
-    buffers.load(replace(batch, rope_positions=given), 0, [])
+    visible_ends = np.array([10, 7, 7, 7, 7, 3, 3, 3], np.int32)
+    buffers.load(replace(batch, rope_positions=given, visible_ends=visible_ends), 0, [])
     assert positions.tolist() == given.tolist()
     assert set(buffers.logit_adapters.tolist()) == {-1}
     for changes, message in (
@@ -171,6 +172,9 @@ def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
         ({"rope_positions": given[:7]}, "rope_positions has 21 numbers; those of the step are 24"),
         ({"rope_positions": given + 2}, "rope_positions are .*none exceeds its token's position"),
         ({"rope_positions": given - 1}, "rope_positions are -1"),
+        ({"visible_ends": given[:, 0]}, "visible_ends are 0 … 9; each is behind its token, up to its row's end"),
+        ({"visible_ends": [10, 4, 5, 6, 8, 1, 2, 3]}, "visible_ends are 1 … 10"),
+        ({"visible_ends": [10]}, "visible_ends has 1 numbers; those of the step are 8"),
     ):
         with pytest.raises(ValueError, match=message):
             buffers.load(replace(batch, **{key: np.array(value, np.int32) for key, value in changes.items()}), 0, [])
