@@ -200,8 +200,8 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], text: Mapping[s
     if vision["hidden_size"] % vision["num_attention_heads"] or patch * merge > side:
         raise StartupError(
             f"clip.vision.embedding_length is {vision['hidden_size']}, patch_size {patch}; the first is a multiple of "
-            f"attention.head_count, {vision['num_attention_heads']}, the other, times spatial_merge_size, {merge}, at most "
-            f"image_size, {side}"
+            f"attention.head_count, {vision['num_attention_heads']}, the other, "
+            f"times spatial_merge_size, {merge}, at most image_size, {side}"
         )
     config, processor, image = _parts(metadata, tensors, kind, vision, merge, hidden_size)
     whole = {

@@ -55,8 +55,11 @@ def gemma4_vision(metadata: Metadata, tensors: Mapping[str, GgufTensor], vision:
     """As `qwen_vision`."""
     head_dim = _shape(tensors, "v.blk.0.attn_q.weight")[0] // vision["num_attention_heads"]
     kernel = metadata.own("vision.projector.scale_factor", int) or 3
-    if head_dim < 1 or not 1 <= kernel <= vision["image_size"]:
-        raise StartupError(f"clip.vision.projector.scale_factor is {kernel}, and heads have {head_dim} numbers")
+    most = vision["image_size"] // vision["patch_size"]
+    if head_dim < 1 or not 2 <= kernel <= most:
+        raise StartupError(
+            f"clip.vision.projector.scale_factor is {kernel}, from 2 to {most}; heads have {head_dim} numbers, from 1 on"
+        )
     return {
         "head_dim": head_dim,
         "num_key_value_heads": max(1, _shape(tensors, "v.blk.0.attn_k.weight")[0] // head_dim),

@@ -97,7 +97,8 @@ class _Step(Structure):
 
 
 class _Fault(IntEnum):
-    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY, ADAPTERS, POSITIONS, VISIBLE = range(14)
+    NONE, TOO_MANY, STARTS, SLOTS, TOKENS, EMBEDDINGS, LOGIT_ROWS, DRAFTS, ENDS, PAGES, CAPACITY = range(11)
+    ADAPTERS, POSITIONS, VISIBLE = range(11, 14)
 
 
 class StepPacker:
@@ -185,18 +186,15 @@ class StepPacker:
             _Fault.SLOTS: f"slots are {_range(batch.slots)}; there are {limits.max_rows}",
             _Fault.TOKENS: f"token ids are {_range(ids)}; the vocabulary has {limits.vocab_size}",
             _Fault.LOGIT_ROWS: f"logit rows are {_range(batch.logit_rows)}; there are {batch.num_rows}",
+            _Fault.ADAPTERS: f"adapters are {_range(batch.adapters)}; there are {MAX_ADAPTERS}",
+            _Fault.POSITIONS: f"rope_positions are {_range(batch.rope_positions)}; none exceeds its token's position",
+            _Fault.VISIBLE: f"visible_ends are {_range(batch.visible_ends)}; each is behind its token, in its row",
         }
         if fault == _Fault.DRAFTS:
             if batch.num_sampled > limits.max_logits:
                 raise ValueError(f"{batch.num_sampled} rows and drafts are sampled; at most {limits.max_logits} may be")
             first = ids[batch.verified_tokens + 1].min(initial=0)
             raise ValueError(f"a draft is {first}; it must be a token, behind one of its row")
-        if fault == _Fault.ADAPTERS and batch.adapters is not None:
-            texts[fault] = f"adapters are {_range(batch.adapters)}; there are {MAX_ADAPTERS}"
-        if fault == _Fault.POSITIONS and batch.rope_positions is not None:
-            texts[fault] = f"rope_positions are {_range(batch.rope_positions)}; none exceeds its token's position"
-        if fault == _Fault.VISIBLE and batch.visible_ends is not None:
-            texts[fault] = f"visible_ends are {_range(batch.visible_ends)}; each is behind its token, up to its row's end"
         if fault in texts:
             raise ValueError(texts[fault])
         ends = batch.context_lens + np.diff(starts)
@@ -206,5 +204,5 @@ class StepPacker:
         raise ValueError(f"pages are {_range(batch.page_table[own])}; there are {limits.num_pages}")
 
 
-def _range(values: Ints) -> str:
-    return f"{values.min()} … {values.max()}" if values.size else "none"
+def _range(values: Ints | None) -> str:
+    return "none" if values is None or not values.size else f"{values.min()} … {values.max()}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,13 +195,17 @@ def test_gemmas_two_files_give_the_tokens_of_transformers(name: str, tmp_path: P
         ("qwen3-vl", "is_deepstack_layers", [True, False], r"is_deepstack_layers is .*expected 3 integers"),
         ("qwen3-vl", "is_deepstack_layers", [True] * 3, r"has 3 layers; the model's n_deepstack_layers is 2"),
         ("qwen2-vl", "spatial_merge_size", 1 << 20, r"spatial_merge_size is 1048576; it is from"),
+        ("gemma4", "projector.scale_factor", 1, r"scale_factor is 1, from 2 to 56; heads have 16 numbers"),
+        ("gemma4", "projector.scale_factor", 57, r"scale_factor is 57, from 2 to 56"),
         ("qwen3-vl", "spatial_merge_size", 1 << 16, r"times spatial_merge_size, 65536, at most image_size, 560"),
     ],
 )
 def test_sizes_in_the_metadata_are_checked(name: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
-    oracle = qwen.make_oracle(name, tmp_path / "checkpoint")
-    tensors = load_file(tmp_path / "checkpoint" / "model.safetensors")
-    file = qwen_file(PROJECTORS[name][1], oracle.config.vision_config, tensors)
+    checkpoint, is_gemma = tmp_path / "checkpoint", name == "gemma4"
+    make = partial(plain.make_oracle, plain.MODELS[name]) if is_gemma else partial(qwen.make_oracle, name)
+    oracle = make(checkpoint)
+    write = gemma4_projector if is_gemma else partial(qwen_file, PROJECTORS[name][1])
+    file = write(oracle.config.vision_config, load_file(checkpoint / "model.safetensors"))
     text = {"hidden_size": 64, "n_deepstack_layers": 2 if name == "qwen3-vl" else None}
     read_projector(file.write(tmp_path / "good.gguf"), text)
     file.metadata[f"clip.vision.{key}"] = value

@@ -172,7 +172,7 @@ def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
         ({"rope_positions": given[:7]}, "rope_positions has 21 numbers; those of the step are 24"),
         ({"rope_positions": given + 2}, "rope_positions are .*none exceeds its token's position"),
         ({"rope_positions": given - 1}, "rope_positions are -1"),
-        ({"visible_ends": given[:, 0]}, "visible_ends are 0 … 9; each is behind its token, up to its row's end"),
+        ({"visible_ends": given[:, 0]}, "visible_ends are 0 … 9; each is behind its token, in its row"),
         ({"visible_ends": [10, 4, 5, 6, 8, 1, 2, 3]}, "visible_ends are 1 … 10"),
         ({"visible_ends": [10]}, "visible_ends has 1 numbers; those of the step are 8"),
     ):
