@@ -101,7 +101,7 @@ _CORRECTNESS = {
     "prefill": (("prefill",), 20),
     "settings": (("choices",), 10),
     "heads": (("encoder", "delta_net", "wide"), 15),
-    "rows": (("rows",), 12),
+    "rows": (("rows", "adapters"), 12),
     "quantised": (("quantised", "rounded"), 40),
     "experts": (("experts",), 25),
     "sampling": (("sampling",), 15),
