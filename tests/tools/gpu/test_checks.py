@@ -171,13 +171,10 @@ def test_library_products_are_checked_on_the_device(
         monkeypatch.setattr(
             torch, name, lambda x, *rest, p=product, **named: (found.append(x), p(x, *rest, **named))[1]
         )
-    grouped, product = (
-        ExpertsCase(Experts(5, 2, 40, normalises=True), 72, 9, torch.bfloat16, grouped_rows=9),
-        grouped_mm,
-    )
     monkeypatch.setattr(
-        torch.nn.functional, "grouped_mm", lambda x, *rest, **named: (found.append(x), product(x, *rest, **named))[1]
+        torch.nn.functional, "grouped_mm", lambda x, *rest, **named: (found.append(x), grouped_mm(x, *rest, **named))[1]
     )
+    grouped = ExpertsCase(Experts(5, 2, 40, normalises=True), 72, 9, torch.bfloat16, grouped_rows=9)
     correctness.check_library(record.results, context.device, ((32, 72, 260),), grouped)
     findings = record.findings()
     assert {

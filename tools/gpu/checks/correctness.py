@@ -73,8 +73,8 @@ def check_library(
     shapes: tuple[tuple[int, int, int], ...] = _LIBRARY_SHAPES,
     grouped: ExpertsCase = _GROUPED,
 ) -> None:
-    """Check `torch._int_mm` and `torch._scaled_mm` with rounded rows, 16-bit products with widened weights, and experts'
-    grouped products.
+    """Check `torch._int_mm` and `torch._scaled_mm` with rounded rows, 16-bit products with widened weights, and grouped
+    products of experts.
 
     All tensors are on the device: the kernels' own checks leave torch on the CPU, where other code multiplies.
     """

@@ -22,6 +22,7 @@ from penstock.tools.gpu.cases.check import require, require_close, require_same_
 from penstock.tools.gpu.cases.elementwise import check_close, make, poisoned
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of the experts' sum in a row, relative to its largest number; they round twice in the dtype."""
 
@@ -38,7 +39,7 @@ class ExpertsCase:
     stored: str | None = None
     """One of STORED_FORMS; None for weights in dtype."""
     grouped_rows: int = 0
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     """Of all tensors."""
 
     def weights(self) -> ExpertWeights:
