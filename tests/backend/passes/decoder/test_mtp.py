@@ -197,3 +197,14 @@ def test_head_counts_in_the_plan_and_files_without_it_are_served(tmp_path: Path)
     loaded.close()
     (model_dir / "model.safetensors").unlink()  # before a hub's file is downloaded
     assert CpuDecoderPass.describe(model_dir, OPTIONS).guesses_tokens
+
+
+def test_model_that_runs_on_torch_is_served_without_its_head(tmp_path: Path) -> None:
+    model_dir = add_head(make_checkpoint("qwen3.5", tmp_path, linear_value_head_dim=24))
+    loaded = CpuDecoderPass.load(model_dir, OPTIONS)
+    assert loaded.spec == CpuDecoderPass.describe(model_dir, OPTIONS)
+    loaded.create_cache(4, PAGE, "fp32")
+    batch = _step([5, 6, 7], 0, is_last=True)
+    assert len(loaded.sample(loaded.forward(batch), batch).wait().token_ids) == 1
+    assert loaded.make_guesser() is None
+    loaded.close()
