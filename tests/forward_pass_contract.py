@@ -94,7 +94,7 @@ def forward_pass(
         adapters = request.config.getoption("--adapter")
         if pass_name == "fake" or ".fake:" in pass_name:
             adapters = adapters or _FAKE_ADAPTERS
-        elif pass_name == "decoder" and takes_adapters and request.config.getoption("--model") is None:
+        elif pass_name in ("decoder", _EMULATED) and takes_adapters and request.config.getoption("--model") is None:
             model = load_oracle(model_dir)
             adapters = [make_adapter(model, tmp_path_factory.mktemp("adapter"), seed=seed) for seed in (1, 2)]
         loaded = load_pass(pass_name, model_dir, kv_dtype, quantize, adapters)

@@ -19,7 +19,7 @@ from penstock.backend.checkpoint.config_json import parse_decoder_config
 from penstock.backend.checkpoint.encoders import families as encoder_families
 from penstock.backend.checkpoint.encoders.read_config import parse_encoder
 from penstock.backend.passes.cpu.kernel_limits import supports_native_ops
-from penstock.backend.passes.decoder.cuda_pass.workspace_plan import unsupported_variation
+from penstock.backend.passes.decoder.cuda_pass.model_parts import unsupported_variation
 from penstock.backend.passes.encoder.cuda_loading import unsupported_on_gpu
 from penstock.backend.passes.encoder.native_ops import unsupported_by_kernels
 from tests.backend.passes.transformers_model import families as transformers_families

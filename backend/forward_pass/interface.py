@@ -134,6 +134,8 @@ class PassOptions:
     """The instruction set of the CPU kernels; other passes ignore it."""
     adapters: tuple[Path, ...] = ()
     """Directories of low-rank adapters (LoRA, arXiv 2106.09685) of the model, in the layout of PEFT."""
+    adapter_budget_bytes: int = 0
+    """Memory of the adapters that come later (`ILoadsAdapters`), beside workspace_bytes; 0 if none do."""
     may_run_ahead: bool = False
     """The caller waits for the output of each step, so a pass on the CPU may be `PassSpec.runs_ahead`."""
     num_state_drafts: int = 0

@@ -59,8 +59,8 @@ def check_adapters(spec: PassSpec, num_adapters: int) -> None:
     """Raises StartupError if the pass does not have as many adapters as the operator gave."""
     if num_adapters and not spec.adapter_ranks:
         raise StartupError(
-            "--lora-modules: this forward pass applies no adapters; the built-in decoder does on the CPU (--gpu none), "
-            "for models that generate. Or merge the adapter into its base model, and serve the result with --model"
+            "--lora-modules: this forward pass applies no adapters; the built-in decoder does, for models that "
+            "generate. Or merge the adapter into its base model, and serve the result with --model"
         )
     if len(spec.adapter_ranks) != num_adapters:
         raise StartupError(

@@ -142,8 +142,8 @@ def adapter_set(card: ModelCard, forward_pass: IBatchedForwardPass, rules: Runti
     if rules is not None:
         if not (forward_pass.spec.generates and isinstance(forward_pass, ILoadsAdapters)):
             raise StartupError(
-                "--lora-dir: this forward pass loads no adapters at run time; the built-in decoder does on the CPU "
-                "(--gpu none), for models that generate"
+                "--lora-dir: this forward pass loads no adapters at run time; the built-in decoder does, for models "
+                "that generate"
             )
         for kept in rules.kept:
             adapters.loaded[kept.name] = Loaded(kept.directory, forward_pass.adapter_bytes(kept.directory))

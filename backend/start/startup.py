@@ -63,6 +63,7 @@ def pass_options(options: BackendOptions) -> PassOptions:
         splits_layers=options.persist_kv_fd is None,  # pages of several groups are not kept
         cpu_path=options.cpu_path,
         adapters=tuple(adapter.directory for adapter in named_adapters(options)),
+        adapter_budget_bytes=0 if options.lora_dir is None else options.lora_budget,
         may_run_ahead=True,
         guesses_tokens=options.speculation in ("auto", "draft") and options.draft_model is None,
         num_state_drafts=0 if options.speculation == "none" else MAX_STATE_DRAFTS,
@@ -153,7 +154,8 @@ def describe_pass(
         if num_kept:
             others = replace(settings, adapters=settings.adapters[:-num_kept])
             kept_bytes = spec.weight_bytes - pass_class.describe(config_dir, others).weight_bytes
-        spec = replace(spec, workspace_bytes=spec.workspace_bytes + max(0, options.lora_budget - kept_bytes))
+        settings = replace(settings, adapter_budget_bytes=max(0, options.lora_budget - kept_bytes))
+        spec = replace(spec, workspace_bytes=spec.workspace_bytes + settings.adapter_budget_bytes)
     if spec.quantization != options.quantize:
         raise StartupError(
             f'--quantize is {options.quantize}; forward pass "{name}" has only {spec.quantization}: '

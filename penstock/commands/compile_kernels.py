@@ -12,7 +12,12 @@ from pathlib import Path
 from cyclopts import Parameter
 
 from penstock.backend.passes.cpu.library.cpu_paths import machine_builds
-from penstock.backend.passes.cpu.library.native_library import COMPILED_DIR, LibraryUnavailableError, compile_builds
+from penstock.backend.passes.cpu.library.native_library import (
+    COMPILED_DIR,
+    STEP_BUILD,
+    LibraryUnavailableError,
+    compile_builds,
+)
 from penstock.process.failure import fail
 
 
@@ -35,9 +40,9 @@ def compile_kernels(options: CompileKernelsOptions = _DEFAULTS) -> int:
     if not builds:
         fail("penstock compile-kernels", f"there are no native kernels for {platform.machine()}")
     try:
-        directory = compile_builds(options.out.absolute(), builds)
+        for own in (builds, (STEP_BUILD,)):
+            directory = compile_builds(options.out.absolute(), own)
+            print(*(directory / f"{build.name}.so" for build in own), sep="\n")
     except LibraryUnavailableError as error:
         fail("penstock compile-kernels", str(error))
-    for build in builds:
-        print(directory / f"{build.name}.so")
     return 0

@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -18,31 +17,18 @@ from penstock.backend.checkpoint.files.layout import CONFIG_FILE as MODEL_CONFIG
 from penstock.backend.checkpoint.files.layout import GGUF_SUFFIX, TEXT_PREFIXES
 from penstock.backend.checkpoint.formats.tensor_file import FLOAT_DTYPES, StoredTensor, open_file
 from penstock.backend.checkpoint.tensor_files.lora_config import CONFIG_FILE, PeftConfig, read_peft_config
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS, LoraWeights
 from penstock.backend.checkpoint.tensor_files.safetensors_file import SafetensorsFile
 from penstock.backend.errors import StartupError
 from penstock.backend.lazy_torch import Tensor, torch
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-ADAPTED_FIELDS = ("qkv", "o", "delta_gates", "gate_up", "down")
-"""The fields of `LayerWeights` whose linears may have adapters."""
 _PREFIX = "base_model.model."
 """The prefix of all names that peft writes."""
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _ID_DIGITS = 24
 _BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """An addition to consecutive outputs of a linear: up @ (down @ x)."""
-
-    first_output: int
-    """An output of the linear in its packed form, such as the first of k's outputs in qkv."""
-    down: Tensor
-    """[rank, inputs] fp32"""
-    up: Tensor
-    """[outputs, rank] fp32, the adapter's scale included"""
 
 
 class PeftAdapter:

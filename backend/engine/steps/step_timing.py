@@ -14,6 +14,8 @@ _MORE_SLACK_S = 0.0005
 _LESS_SLACK_S = 0.00002
 """Removed per plan: one plan in 25 may be late."""
 _SHORTEST_WAIT_S = 0.0001
+_SHORT_S = 0.003
+"""Steps of less are planned at once: a request gains at most this by a late plan, and the host's caches turn cold."""
 _MARGIN = 2.0
 """Planning is assumed to take at most this many times as long as recently."""
 _GAP_S = 0.0003
@@ -51,6 +53,8 @@ class StepTiming:
     def spare_s(self, running_s: float) -> float:
         """Seconds that the next plan can wait while the running step has run for running_s; 0 means plan now."""
         expected_s = [self._expected_s(size) for size in self._in_flight]
+        if sum(expected_s) < _SHORT_S:
+            return 0.0
         if expected_s:  # a step that takes longer than expected says nothing about the steps behind it
             expected_s[0] = max(0.0, expected_s[0] - running_s)
         spare_s = sum(expected_s) - _MARGIN * (self._plan_s + self._launch_s) - self._slack_s

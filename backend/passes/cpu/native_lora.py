@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
     from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.cpu.library.native_structs import Linear
     from penstock.backend.passes.cpu.weight_memory.native_weights import PackedLinear

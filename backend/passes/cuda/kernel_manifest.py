@@ -12,7 +12,7 @@ from penstock.backend.passes.cuda.attention import (
     wide_attention,
 )
 from penstock.backend.passes.cuda.device.launcher import Kernel
-from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory import lora, page_moves
 from penstock.backend.passes.cuda.ops import (
     elementwise,
     expert_ops,
@@ -28,6 +28,7 @@ FAMILIES = (
     elementwise,
     expert_ops,
     quantized_linear,
+    lora,
     rounded_rows,
     row_products,
     side_ops,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
 from penstock.backend.passes.cpu.path_choice import AUTO, check_cpu_path, load_kernels
 from penstock.backend.passes.cpu.weight_memory.anonymous import AnonymousMemory
+from penstock.backend.passes.decoder.adapters import LoadsAdapters
 from penstock.backend.passes.decoder.guess_pass import MAX_GUESSED_ROWS, GuessPass
 from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.decoder.spec import make_spec, with_states
@@ -58,13 +59,7 @@ logger = logging.getLogger("penstock.backend")
 LoadedPass = TypeVar("LoadedPass", bound="CpuDecoderPass")
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadAdapter:
-    rank: int
-    of_linears: list[Any]
-
-
-class CpuDecoderPass(HostSampling):
+class CpuDecoderPass(LoadsAdapters, HostSampling):
     """Implements `IBatchedForwardPass`, `ICheckpointsStates`, `IPersistsPages`, `ILoadsAdapters` and `IGuessesTokens`.
     Logits are numpy float32 arrays; `HostSampling` samples."""
 
@@ -97,13 +92,12 @@ class CpuDecoderPass(HostSampling):
         if config.full_heads is not None and not isinstance(ops, NativeOps) and len(self._groups.windows) > 1:
             raise StartupError(f"{config.architecture} needs the CPU kernels: its heads of two sizes share pages")
         sampler = None if ops.make_sampler is None else ops.make_sampler(max_running)
-        super().__init__(config.vocab_size, max_running, sampler)
+        HostSampling.__init__(self, config.vocab_size, max_running, sampler)
         self._config, self._ops, self._dtype = config, ops, dtype
-        self._turns_heads = turns_heads
+        self._turns_heads, self._of_linears = turns_heads, ops.adapters
         self._places: PagePlaces | None = None
         self._model = DecoderModel(config, ops, weights, dtype, self._groups)
-        for index, adapter in enumerate(adapters):
-            self._model.put_adapter(ops.adapters, index, self._model.read_adapter(ops.adapters, adapter))
+        self._put_first(adapters)
         spec = make_spec(config, dtype, CPU_KV_DTYPES, quantization, formats, groups=self._groups, adapters=adapters)
         is_native = isinstance(ops, NativeOps)
         self._num_spares = num_state_drafts if is_native else 0
@@ -214,7 +208,7 @@ class CpuDecoderPass(HostSampling):
         if kernels is None:
             return load(AnonymousMemory())[0]
         with weight_places(model_dir, config, options, kernels.path) as places:
-            key = fingerprint(model_dir, options, kernels.path) if places else ""
+            key = fingerprint(model_dir, config, options, kernels.path) if places else ""
             loaded, shared = load_or_map(places, key, config, pack, load, AnonymousMemory)
         loaded.shared_weights = shared
         return loaded
@@ -222,27 +216,20 @@ class CpuDecoderPass(HostSampling):
     @classmethod
     def shared_bytes(cls, model_dir: Path, options: PassOptions) -> int:
         """Size of the weights that `load` would map; see `IFindsSharedWeights`. Those in a file are free anyway."""
+        from penstock.backend.checkpoint.config_json import read_decoder_config
         from penstock.backend.passes.cpu.weight_memory.shared import mapped_bytes
 
-        kernels = load_kernels(options.cpu_path)
-        return 0 if kernels is None else mapped_bytes(model_dir, options, kernels.path)
+        if (kernels := load_kernels(options.cpu_path)) is None:
+            return 0
+        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=options.guesses_tokens)
+        return mapped_bytes(model_dir, config, options, kernels.path)
 
-    def adapter_bytes(self, directory: Path) -> int:
-        with self._open_adapter(directory) as adapter:
-            return adapter.num_values * self._dtype.itemsize
+    def _num_bytes(self, adapter: PeftAdapter) -> int:
+        return adapter.num_values * self._dtype.itemsize
 
-    def read_adapter(self, directory: Path) -> _ReadAdapter:
-        with self._open_adapter(directory) as adapter:
-            return _ReadAdapter(adapter.rank, self._model.read_adapter(self._ops.adapters, adapter))
-
-    def put_adapter(self, index: int, adapter: _ReadAdapter | None) -> None:
+    def put_adapter(self, index: int, adapter: Any) -> None:
         self._drain()
-        self._model.put_adapter(self._ops.adapters, index, None if adapter is None else adapter.of_linears)
-
-    def _open_adapter(self, directory: Path) -> PeftAdapter:
-        from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
-
-        return PeftAdapter(directory, self._config, is_turned=self._turns_heads)
+        super().put_adapter(index, adapter)
 
     @property
     def spec(self) -> PassSpec:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights, PeftAdapter
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
+    from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
     from penstock.backend.dtypes import Dtype
     from penstock.backend.passes.ops.interface import Weights
     from penstock.backend.passes.ops.layer_groups import LayerGroups
@@ -94,9 +95,14 @@ class DecoderModel:
                 read.append(of_linears.prepare(linear, added) if added else None)
         return read
 
+    @property
+    def adapted_linears(self) -> list[Linear]:
+        """Those that may have adapters, in the order of `read_adapter`."""
+        return [linear for layer in self._layers for linear in _adapted_linears(layer).values()]
+
     def put_adapter(self, of_linears: LinearAdapters, index: int, read: list[Any] | None) -> None:
         """Give the linears what `read_adapter` returned as their adapter with this index, or none."""
-        linears = [linear for layer in self._layers for linear in _adapted_linears(layer).values()]
+        linears = self.adapted_linears
         for linear, prepared in zip(linears, read or [None] * len(linears), strict=True):
             of_linears.put(linear, index, prepared)
 

@@ -103,4 +103,4 @@ class WeightsWithHead:
 def pooled_spec(spec: PassSpec, pooled: PooledDecoder) -> PassSpec:
     """Change a decoder's spec to that of a pooling one."""
     pools = {pooled.kind: pooled.width}
-    return replace(spec, pooled=pools, generates=False, scores_prompts=False, verifies_drafts=False)
+    return replace(spec, pooled=pools, generates=False, scores_prompts=False, verifies_drafts=False, adapter_ranks=())

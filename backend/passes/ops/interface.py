@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.tensors import LayerWeights
-    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.dtypes import Dtype
 

@@ -194,7 +194,7 @@ def _lines_of_adapter(adapter: AdapterDescription) -> Iterator[tuple[str, str]]:
     elif adapter.checked_with is None:
         yield "served", "unknown: give its base model with --base, and its tensors are compared with it"
     else:
-        yield "served", f"yes, on the CPU, with {adapter.checked_with}"
+        yield "served", f"yes, with {adapter.checked_with}"
     alpha = "?" if adapter.alpha is None else f"{adapter.alpha:g}"
     yield "rank", f"{_number(adapter.rank)}, alpha {alpha}{', rank-stabilised' if adapter.rank_stabilised else ''}"
     yield "linears", ", ".join(adapter.modules) or "none"

@@ -29,6 +29,12 @@ def test_plan_is_due_at_once_for_an_idle_device_and_for_a_step_of_unknown_length
     assert spare_s(timed((100, 1.0)), 0) == 0.0
 
 
+def test_plan_behind_short_steps_is_due_at_once() -> None:
+    assert spare_s(timed((7, 0.0029)), 7) == 0.0
+    assert spare_s(timed((7, 0.0031)), 7) > 0.0
+    assert spare_s(timed((7, 0.0029)), 7, 7) > 0.0
+
+
 def test_plan_waits_for_the_rest_of_the_steps_in_flight() -> None:
     assert spare_s(timed((7, 1.0)), 7) == pytest.approx(1.0, abs=0.01)
     assert spare_s(timed((7, 1.0)), 7, ran_s=0.75) == pytest.approx(0.25, abs=0.01)

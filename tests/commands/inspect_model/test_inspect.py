@@ -344,7 +344,7 @@ def test_adapter_is_described_and_compared_with_its_base_model(
     assert "o_proj, q_proj" in lines
     assert f"parameters    {3 * 2 * 2 * 4 * 64:,}" in lines
     assert run(str(adapter), "--base", str(base)) == 0
-    assert f"yes, on the CPU, with {base}" in capsys.readouterr().out
+    assert f"yes, with {base}" in capsys.readouterr().out
     other = make_checkpoint("llama3", tmp_path / "other", hidden_size=96, head_dim=24)
     assert run(str(adapter), "--base", str(other), "--json") == 1
     described = json.loads(capsys.readouterr().out)

@@ -20,7 +20,8 @@ from penstock.backend.checkpoint.quantization.modes import LM_HEAD, Quantization
 from penstock.backend.dtypes import Dtype
 from penstock.backend.forward_pass import PendingOutput
 from penstock.backend.passes.decoder.cuda_pass.forward_pass import CudaDecoderPass
-from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, make_layout, plan_spec
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_layout
+from penstock.backend.passes.decoder.cuda_pass.workspace_plan import StepSizes, plan_spec
 from penstock.tools.gpu.cases.products.quantized import random_weight
 from penstock.tools.gpu.devices import device_context
 from penstock.tools.gpu.devices.caches import fill_cache

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
-    from penstock.backend.checkpoint.tensor_files.lora_adapter import LoraWeights
+    from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
     from penstock.backend.checkpoint.weight_forms.quantized_weights import QuantizedWeight
     from penstock.backend.forward_pass import ScoredTokens, StepBatch, TokenLogprobs
     from penstock.backend.passes.cpu.in_torch.torch_experts import GroupedWeights

@@ -17,6 +17,8 @@ class KernelBuild:
 
     name: str
     compiler_flags: tuple[str, ...]
+    source: Path | None = None
+    """Another source than kernels/cpu.cpp."""
 
 
 @dataclass(frozen=True, slots=True)

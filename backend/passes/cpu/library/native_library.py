@@ -22,15 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.backend.checkpoint.files.progress import waiting_bar
+from penstock.backend.passes.cpu.library.cpu_paths import KernelBuild
 from penstock.backend.passes.cpu.library.thread_counts import num_usable_cores
 from penstock.process.cache_directory import cache_directory, check_cached_file
 from penstock.process.private_directory import Trust, UnsafeDirectory, check_directory
-
-if TYPE_CHECKING:
-    from penstock.backend.passes.cpu.library.cpu_paths import KernelBuild
 
 logger = logging.getLogger("penstock.backend")
 
@@ -38,6 +35,10 @@ SOURCE = Path(__file__).parents[1] / "kernels" / "cpu.cpp"
 COMPILED_DIR = Path(__file__).parents[1] / "compiled"
 """Filled by `penstock compile-kernels`; read by every start."""
 ABI = 23
+STEP_BUILD = KernelBuild(
+    "step", (f"-DPS_ABI={ABI}",), Path(__file__).parents[2] / "cuda/kernels/step/pack_step.cpp"
+)  # fmt: skip
+"""What the host does for a step on a GPU, for any CPU."""
 
 _UNTIL_END_OF_INPUT = 'exec 3<&0; { read -r _ <&3; kill 0; } & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
 """Runs a command, and ends its process group when the input's other end closes."""
@@ -82,15 +83,19 @@ def directory_name(builds: tuple[KernelBuild, ...]) -> str:
 
     Raises LibraryUnavailableError for unreadable sources.
     """
-    digest = hashlib.sha256()
+    digest, source = hashlib.sha256(), _source(*builds[:1])
     try:
-        for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))):
+        for path in (source, *sorted(source.parent.rglob("*.h"))):
             digest.update(b"\0".join((path.name.encode(), path.read_bytes(), b"")))
     except OSError as error:
         raise LibraryUnavailableError(str(error)) from error
     for build in builds:
         digest.update(" ".join((build.name, *_FLAGS, *build.compiler_flags, "\0")).encode())
-    return f"cpu-{digest.hexdigest()[:24]}"
+    return f"{source.stem}-{digest.hexdigest()[:24]}"
+
+
+def _source(build: KernelBuild | None = None) -> Path:
+    return SOURCE if build is None or build.source is None else build.source
 
 
 def open_build(build: KernelBuild, builds: tuple[KernelBuild, ...]) -> ctypes.CDLL:
@@ -193,12 +198,13 @@ def _compile(path: Path, compiler: str | None, build: KernelBuild) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     os.close(handle)
     try:
-        logger.info("Compiling the CPU kernels for %s with %s; this takes about half a minute", build.name, compiler)
+        source = _source(build)
+        logger.info("Compiling %s for %s with %s, up to half a minute", source.name, build.name, compiler)
         started_s = time.monotonic()
-        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{SOURCE.parent}", "-o", temporary, str(SOURCE)])
+        _run_compiler([compiler, *_FLAGS, *build.compiler_flags, f"-I{source.parent}", "-o", temporary, str(source)])
         os.chmod(temporary, 0o700)
         os.rename(temporary, path)
-        logger.info("Compiled the CPU kernels for %s in %.1f s", build.name, time.monotonic() - started_s)
+        logger.info("Compiled it for %s in %.1f s", build.name, time.monotonic() - started_s)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

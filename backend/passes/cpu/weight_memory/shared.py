@@ -264,25 +264,25 @@ def weight_places(
         yield places
 
 
-def fingerprint(model_dir: Path, options: PassOptions, path: CpuPath) -> str:
-    return packing_fingerprint(model_dir, _settings(options, path))
+def fingerprint(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> str:
+    return packing_fingerprint(model_dir, _settings(config, options, path))
 
 
-def mapped_bytes(model_dir: Path, options: PassOptions, path: CpuPath) -> int:
+def mapped_bytes(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> int:
     """Size of the weights in options.weights_fds that a pass with these options would map."""
     if options.weights_fds is None:
         return 0
     with contextlib.closing(FdMailbox.attach(options.weights_fds)) as mailbox:
-        fds = find_shared(mailbox, fingerprint(model_dir, options, path), CpuMemories(create_memfd))
+        fds = find_shared(mailbox, fingerprint(model_dir, config, options, path), CpuMemories(create_memfd))
     try:
         return sum(os.fstat(fd).st_size for fd in fds)
     finally:
         close_all(fds)
 
 
-def _settings(options: PassOptions, path: CpuPath) -> tuple[object, ...]:
-    """The options that determine what is packed, and how."""
-    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles, options.guesses_tokens
+def _settings(config: DecoderConfig, options: PassOptions, path: CpuPath) -> tuple[object, ...]:
+    """What determines which weights are packed, and how."""
+    return options.task, options.dtype, options.quantize, path.name, path.uses_tiles, config.has_mtp
 
 
 def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, path: CpuPath) -> PackedFile | None:
@@ -294,7 +294,7 @@ def packed_file(model_dir: Path, config: DecoderConfig, options: PassOptions, pa
     dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16)
     num_bytes = weight_bytes(config, dtype, quantization, formats)
     try:
-        return PackedFile.of(model_dir, _settings(options, path), num_bytes)
+        return PackedFile.of(model_dir, _settings(config, options, path), num_bytes)
     except (OSError, UnsafeDirectory) as error:
         logger.warning("the packed weights cannot be kept: %s; the next start packs them again", error)
         return None

@@ -92,12 +92,15 @@ class CudaDeltaNetOps:
         vector: Callable[[Tensor], Tensor],
         linear: Callable[[Tensor], Linear],
         multiply: Callable[[Tensor, Linear, Tensor], Tensor],
+        adapt: Callable[[Tensor, Linear, Tensor], None],
         attended: Callable[[int], Tensor],
     ) -> None:
-        """linear packs a matrix in fp32; multiply(x [T, in], it, out) needs buffers of padded_tokens rows. attended:
+        """linear packs a matrix in fp32; multiply(x [T, in], it, out) needs buffers of padded_tokens rows. adapt
+        adds what adapters add to such a product of x in dtype. attended:
         the result's buffer of a step, by width."""
         self._launcher, self._device, self._net = launcher, torch_device, net
-        self._vector, self._linear, self._multiply, self._attended = vector, linear, multiply, attended
+        self._vector, self._linear, self._attended = vector, linear, attended
+        self._multiply, self._adapt = multiply, adapt
         self.kernels = self._convolve, self._apply_rule, self._gate_results = _kernels(ACT_MACRO[dtype], net.key_dim)
         """The kernels to pass to `Launcher.prepare`."""
         sizes = net.num_key_heads, net.num_value_heads, net.value_dim, net.conv_width
@@ -128,6 +131,7 @@ class CudaDeltaNetOps:
     def run(self, inputs: Tensor, x: Tensor, layer: CudaDeltaLayer, step: CudaStep) -> Tensor:
         net, rows, launch, num_tokens = self._net, step.rows, self._launcher.launch, len(x)
         gates = self._multiply(self._x[:num_tokens].copy_(x), layer.gates, self._gates[:num_tokens])
+        self._adapt(x, layer.gates, gates)
         mixed, out, num_rows = self._mixed[:num_tokens], self._attended(net.value_size), len(rows.slots)
         of_rows = rows.query_starts, rows.context_lens, rows.slots
         num_heads = 2 * net.num_key_heads + net.num_value_heads

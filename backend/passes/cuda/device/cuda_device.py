@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceLost
 from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
+from penstock.backend.passes.cuda.device.device import Event
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.shm.buffers.cuda_blocks import DeviceBlocks
 from penstock.shm.buffers.cuda_driver import DriverDevice
@@ -109,10 +110,12 @@ class CudaDevice:
     def block_range(self, max_bytes: int) -> _BlockRange:
         return _BlockRange(DriverDevice(self.torch_device.index), self.torch_device, max_bytes)
 
-    def record(self) -> _Recorded:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return _Recorded(event, self.torch_device.index)
+    def record(self, done: Event | None = None) -> _Recorded:
+        if not isinstance(done, _Recorded):
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done = _Recorded(event, self.torch_device.index)
+        done.event.record(self._stream)
+        return done
 
     def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -104,8 +104,8 @@ class Device(Protocol):
     def block_range(self, max_bytes: int) -> BlockRange:
         """Return an empty range for at most max_bytes. Raises DeviceError if the device lacks such memory."""
 
-    def record(self) -> Event:
-        """Return an event after all work in the stream."""
+    def record(self, done: Event | None = None) -> Event:
+        """Return an event after all work in the stream: `done`, for which nobody waits any more, or a new one."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture what `work` launches, without running it. `work` must not allocate or wait."""
@@ -125,14 +125,19 @@ class Device(Protocol):
 
 @contextmanager
 def annotate_faults(device: Device, doing: str) -> Iterator[None]:
-    """Turn an error in the block into DeviceLost if the device no longer works; otherwise add a note to it with the
-    action and the last launch. Usable on any thread."""
+    """Call `explain_fault` for an error in the block."""
     try:
         yield
     except Exception as error:
-        device.check(doing)
-        error.add_note(f"in {doing}; last launch: {device.last_launch}")
+        explain_fault(device, error, doing)
         raise
+
+
+def explain_fault(device: Device, error: Exception, doing: str) -> None:
+    """Raise DeviceLost if the device no longer works; otherwise add a note to the error with the action and the last
+    launch. Usable on any thread."""
+    device.check(doing)
+    error.add_note(f"in {doing}; last launch: {device.last_launch}")
 
 
 def first_line(error: Exception) -> str:

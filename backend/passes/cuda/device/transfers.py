@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -28,43 +29,51 @@ class _HostBlock:
     def __init__(self, device: Device, num_ints: int) -> None:
         self.tensor = device.pinned(num_ints, torch.int32)
         self.ints: Ints = self.tensor.numpy()
+        self.address: int = self.ints.ctypes.data
         self.done: Event | None = None
 
 
 class Uplink:
     """One block of device memory, and pinned host blocks that are written in turn.
 
-    The device block keeps its contents until the next `send`, whose copy runs after all kernels launched before it.
+    The device block keeps its contents until the next `send` or `copy`, which runs after all kernels launched before.
     """
 
     def __init__(self, device: Device, num_ints: int) -> None:
         self._device = device
         self._hosts = deque(_HostBlock(device, num_ints) for _ in range(_NUM_BLOCKS))
         self.block = torch.zeros(num_ints, dtype=torch.int32, device=device.torch_device)
+        self.num_ints = num_ints
+
+    def open(self) -> _HostBlock:
+        """Return the host block to write before `copy`. Waits until the device has read it: it is that of the second
+        last `copy`."""
+        host = self._hosts[0]
+        if host.done is not None:
+            host.done.synchronize()
+        return host
+
+    def copy(self, num_ints: int) -> None:
+        """Copy the start of the opened host block to that of the device's."""
+        host = self._hosts[0]
+        self._hosts.rotate(-1)
+        self.block[:num_ints].copy_(host.tensor[:num_ints], non_blocking=True)
+        host.done = self._device.record(host.done)
 
     def send(self, parts: Sequence[Ints]) -> list[Tensor]:
         """Copy the parts to the start of the block, each at a multiple of 16 bytes, and return them there, flat.
 
-        Waits until the device has read the host block that it reuses: the one of the second last `send`. Raises
-        ValueError if the parts do not fit.
+        Raises ValueError if the parts do not fit.
         """
         sizes = [part.size for part in parts]
-        num_ints = sum(map(aligned, sizes))
-        if num_ints > len(self.block):
-            raise ValueError(f"cannot send {num_ints} ints; the block holds {len(self.block)}")
-        host = self._hosts[0]
-        if host.done is not None:
-            host.done.synchronize()
-        self._hosts.rotate(-1)
-        starts = []
-        start = 0
-        for part, size in zip(parts, sizes, strict=True):
-            starts.append(start)
+        starts = [0, *accumulate(map(aligned, sizes))]
+        if starts[-1] > self.num_ints:
+            raise ValueError(f"cannot send {starts[-1]} ints; the block holds {self.num_ints}")
+        host = self.open()
+        for part, start, size in zip(parts, starts, sizes, strict=False):
             host.ints[start : start + size] = part.ravel()
-            start += aligned(size)
-        self.block[:start].copy_(host.tensor[:start], non_blocking=True)
-        host.done = self._device.record()
-        return [self.block[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        self.copy(starts[-1])
+        return [self.block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class Downlink:
@@ -77,9 +86,9 @@ class Downlink:
 
     def fetch(self, num_ints: int) -> PendingCopy:
         """Start to copy the first num_ints of the block, after all kernels launched so far."""
-        host = self._free.popleft() if self._free else _HostBlock(self._device, len(self.block))
+        host = self._free.popleft() if self._free else _HostBlock(self._device, self.block.shape[0])
         host.tensor[:num_ints].copy_(self.block[:num_ints], non_blocking=True)
-        host.done = self._device.record()
+        host.done = self._device.record(host.done)
         return PendingCopy(host, num_ints, self._free)
 
 

@@ -162,9 +162,9 @@ class PageMoves:
 
     def run(self, restores: Tensor, copies: Tensor) -> None:
         """Launch what `pack` returned, now on the device: int32 [2 n], flat."""
-        if len(restores):
+        if restores.shape[0]:
             self._to_cache(restores)
-        if len(copies):
+        if copies.shape[0]:
             self._within_cache(copies)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from penstock.backend.passes.cuda.attention.step_attention import StepAttention,
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import (
     Activations,
@@ -45,6 +46,8 @@ class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
     add_pictures = None
+    _token_adapters: Tensor | None = None
+    """`CudaStep.adapters` of the current operations."""
 
     def __init__(
         self,
@@ -57,9 +60,10 @@ class CudaOps(DeviceWeights):
         *,
         rounded_rows: int | None = None,
         memory: DeviceMemory | None = None,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         """rounded_rows: the fewest that get 8 bits; None: no rows do. memory: of the weights, by default this
-        process's own."""
+        process's own. adapters: None if there are never any."""
         rounded = None
         if rounded_rows is not None:
             rounded = RoundedProducts(
@@ -69,9 +73,8 @@ class CudaOps(DeviceWeights):
         quantized = QuantizedProducts(device.launcher, device.torch_device, dtype, max_tokens, matmul, rounded, memory)
         super().__init__(device.torch_device, dtype, quantized, memory)
         self._device = device
-        self._launcher = device.launcher
-        self._config = config
-        self._matmul = matmul
+        self._launcher, self._config = device.launcher, config
+        self._matmul, self.adapters = matmul, adapters
         self._embedding_scale = Dtype.of(dtype).round(config.scales.embedding)
 
         def zeros(rows: int, width: int, of: torch.dtype = dtype) -> Tensor:
@@ -106,7 +109,7 @@ class CudaOps(DeviceWeights):
         if (net := config.delta_net) is not None:
             self.delta_net = CudaDeltaNetOps(
                 self._launcher, device.torch_device, config, net, dtype, max_tokens, num_rows, self.vector,
-                lambda gates: CudaLinear(wide := self.vector(gates), wide.t(), None), matmul.multiply,
+                lambda gates: CudaLinear(wide := self.vector(gates), wide.t(), None), matmul.multiply, self._adapt,
                 lambda width: narrow(self._now.attended, width),
             )  # fmt: skip
 
@@ -166,6 +169,8 @@ class CudaOps(DeviceWeights):
         """Yield every kernel that a step of the model launches."""
         yield from self._elementwise.kernels
         yield from self._quantized.kernels()
+        if self.adapters is not None:
+            yield from self.adapters.kernels
         if self.experts is not None:
             yield from self.experts.kernels
         if self.delta_net is not None:
@@ -187,7 +192,7 @@ class CudaOps(DeviceWeights):
 
         Returns the result of the latter.
         """
-        self._now = self._all.cut(step.num_tokens)
+        self._now, self._token_adapters = self._all.cut(step.num_tokens), step.adapters
         width, _ = self._config.mixer_widths(self._config.num_layers - self._config.num_shared_layers - 1)
         return narrow(self._now.qkv, width), Residual(self._now.residual)
 
@@ -253,8 +258,15 @@ class CudaOps(DeviceWeights):
 
     def _multiply(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> Tensor:
         if isinstance(weights, CudaQuantizedLinear):
-            return self._quantized.multiply(x, weights, out)
-        return self._matmul.multiply(x, weights, out)
+            self._quantized.multiply(x, weights, out)
+        else:
+            self._matmul.multiply(x, weights, out)
+        self._adapt(x, weights, out)
+        return out
+
+    def _adapt(self, x: Tensor, weights: CudaLinear | CudaQuantizedLinear, out: Tensor) -> None:
+        if self._token_adapters is not None and self.adapters is not None:
+            self.adapters.add(x, weights, out, self._token_adapters)
 
     def rotate_and_store(self, qkv: Tensor, step: CudaStep, layer: AttentionLayer) -> None:
         norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
@@ -305,9 +317,11 @@ class CudaOps(DeviceWeights):
         self._elementwise.gather_rows(qkv, step.logit_tokens, last_qkv)
         self._elementwise.gather_rows(residual.values, step.logit_tokens, values)
         rows = step.logit_rows
+        if step.adapters is not None:
+            self._token_adapters = self._buffers.logit_adapters[:num_logits]
         for window in self._last_windows:
             self._attention[window].begin(rows)
-        narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True)
+        narrowed = CudaStep(num_logits, rows, rows, None, rows, step.logit_tokens, True, adapters=self._token_adapters)
         return last_qkv, Residual(values), narrowed
 
     def logit_rows(self, normed: Tensor, step: CudaStep) -> Tensor:

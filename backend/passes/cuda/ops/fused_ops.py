@@ -18,6 +18,7 @@ from penstock.backend.passes.cuda.attention.step_attention import StepAttention
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.memory.cache_layout import CacheLayout
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters
 from penstock.backend.passes.cuda.memory.private_weights import DeviceMemory
 from penstock.backend.passes.cuda.ops.activations import Residual, head_shape, narrow
 from penstock.backend.passes.cuda.ops.cuda_ops import CudaOps
@@ -74,14 +75,20 @@ def make_ops(
     rounded_rows: int | None,
     memory: DeviceMemory | None = None,
     product_rows: int = MAX_ROWS,
+    adapter_bytes: int = 0,
     claims_products: bool = False,
 ) -> CudaOps:
-    """Return the operations of a model. product_rows and claims_products are settings of `FusedCudaOps`; the other
-    arguments are those of `CudaOps`."""
-    if not fuses(config, dtype, matmul):
-        return CudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
-    ops = FusedCudaOps(device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory)
-    ops.product_rows, ops.claims_products = product_rows, claims_products
+    """Return the operations of a model. product_rows and claims_products are settings of `FusedCudaOps`, adapter_bytes
+    the memory of all adapters at a time, 0 for none; the other arguments are those of `CudaOps`."""
+    adapters = None
+    if adapter_bytes:
+        adapters = CudaAdapters(device.launcher, device.torch_device, dtype, max_tokens, adapter_bytes)
+    ops = (FusedCudaOps if fuses(config, dtype, matmul) else CudaOps)(
+        device, config, dtype, max_tokens, max_rows, matmul, rounded_rows=rounded_rows, memory=memory,
+        adapters=adapters,
+    )  # fmt: skip
+    if isinstance(ops, FusedCudaOps):
+        ops.product_rows, ops.claims_products = product_rows, claims_products
     return ops
 
 
@@ -150,7 +157,7 @@ class FusedCudaOps(CudaOps):
         return self.product_rows if self._forms == {None} else MAX_ROWS
 
     def resume(self, step: CudaStep) -> tuple[Tensor, Residual]:
-        is_decode = step.is_decode_only and not step.is_scored
+        is_decode = step.is_decode_only and not step.is_scored and step.adapters is None
         self._fuses_step = is_decode and step.num_tokens <= self._max_fused_rows
         return super().resume(step)
 

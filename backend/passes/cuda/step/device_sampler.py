@@ -96,6 +96,8 @@ class _SamplingKernels:
 class SamplerFeatures:
     """Sampler features that the rows of a step use; kernels for other features are not launched."""
 
+    is_redrawable: bool
+    """No row has filters or penalties: drawing twice is drawing once."""
     is_filtered: bool
     """Whether some row has a filter."""
     logprob_rows: Ints
@@ -106,6 +108,10 @@ class SamplerFeatures:
     """[K × num_top] tokens that each of these rows names instead, -1 is padding; empty if none does."""
     num_top: int
     """The largest num_reported of these rows."""
+
+
+_NO_INTS = np.empty(0, np.int32)
+PLAIN = SamplerFeatures(True, False, _NO_INTS, 0, _NO_INTS, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +178,8 @@ class DeviceSampler:
         self._num_chunks = _num_chunks(slots.vocab_size)
         self._blocks_to_fill = blocks_to_fill
         self._kernels = _SamplingKernels.of(ACT_MACRO[logits_dtype])
-        self._is_filtered = np.zeros(max_slots, np.bool_)
+        self._noted = np.zeros(max_slots, np.uint8)
+        """Of each slot: 1 has filters, 2 has penalties, 4 reports log probabilities."""
         self._num_logprobs = np.full(max_slots, -1, np.int32)
         self._named: dict[int, tuple[int, ...]] = {}
         """logprob_token_ids of the slots that have some."""
@@ -207,6 +214,9 @@ class DeviceSampler:
 
     def features(self, slots: Ints) -> SamplerFeatures:
         """Return the features of a step whose logit rows have these slots, [L]."""
+        noted = int(np.bitwise_or.reduce(self._noted[slots]))
+        if not noted:
+            return PLAIN
         num_logprobs = self._num_logprobs[slots]
         logprob_rows = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
         num_likeliest = max(int(num_logprobs.max(initial=-1)), 0)
@@ -214,7 +224,8 @@ class DeviceSampler:
         num_top = max([num_likeliest, *map(len, named)])
         padded = [(*ids, *[-1] * (num_top - len(ids))) for ids in named] if any(named) else []
         return SamplerFeatures(
-            bool(self._is_filtered[slots].any()),
+            not noted & 3,
+            bool(noted & 1),
             logprob_rows,
             num_likeliest,
             np.array(padded, np.int32).ravel(),
@@ -246,8 +257,8 @@ class DeviceSampler:
 
         Raises ValueError for more rows than slots, padding included.
         """
-        if len(logits) > len(self._is_filtered):
-            raise ValueError(f"cannot sample {len(logits)} rows; there are {len(self._is_filtered)} slots")
+        if len(logits) > len(self._noted):
+            raise ValueError(f"cannot sample {len(logits)} rows; there are {len(self._noted)} slots")
         arrays, launch, kernels = self._slots, self._launcher.launch, self._kernels
         mask_rows, bits = masks or (arrays.no_mask_rows, arrays.no_mask_rows)
         step: tuple[Argument, ...] = (
@@ -282,8 +293,8 @@ class DeviceSampler:
 
     def _note(self, update: np.void, init: SlotInit) -> None:
         slot, params = init.slot, init.sampling
-        if not 0 <= slot < len(self._is_filtered):
-            raise ValueError(f"slot is {slot}; there are {len(self._is_filtered)}")
+        if not 0 <= slot < len(self._noted):
+            raise ValueError(f"slot is {slot}; there are {len(self._noted)}")
         update["slot"] = slot
         update["inverse_temperature"] = 1 / max(params.temperature, _MIN_TEMPERATURE) if params.temperature else 0.0
         update["top_k"] = params.top_k if params.top_k < self._vocab_size else 0
@@ -295,7 +306,9 @@ class DeviceSampler:
         update["seed"] = params.seed
         update["is_penalised"] = _is_penalised(params)
         has_filter = update["top_k"] > 0 or update["typical_p"] < 1 or update["top_p"] < 1 or params.min_p > 0
-        update["is_filtered"] = self._is_filtered[slot] = params.temperature > 0 and has_filter
+        update["is_filtered"] = is_filtered = params.temperature > 0 and has_filter
+        noted = (is_filtered, update["is_penalised"], params.num_logprobs >= 0)
+        self._noted[slot] = sum(int(is_used) << bit for bit, is_used in enumerate(noted))
         self._num_logprobs[slot] = min(params.num_logprobs, int(self._vocab_size))
         self._named.pop(slot, None)
         if ids := params.logprob_token_ids:

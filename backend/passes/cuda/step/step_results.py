@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.backend.forward_pass import StepBatch, StepOutput, TokenLogprobs
-from penstock.backend.passes.cuda.device.device import Device, annotate_faults
+from penstock.backend.passes.cuda.device.device import Device, explain_fault
 from penstock.backend.passes.cuda.device.transfers import Downlink, Ints, PendingCopy, aligned
 from penstock.backend.passes.cuda.step.device_sampler import LogprobBuffers
 
@@ -62,6 +64,13 @@ class ResultLayout:
         return slice(start, start + self.num_rows)
 
 
+@lru_cache(1 << 10)
+def _layout(num_rows: int, num_ints: int, sampled: tuple[int, int], scored: tuple[int, int]) -> ResultLayout:
+    """num_ints: before log probabilities."""
+    of_sampled = LogprobPlace(aligned(num_ints), *sampled)
+    return ResultLayout(num_rows, None, of_sampled, LogprobPlace(aligned(of_sampled.end), *scored))
+
+
 class ResultBuffers:
     """The next step overwrites the device block; a copy made by `fetch` belongs to its step."""
 
@@ -86,10 +95,11 @@ class ResultBuffers:
         for (_, top), most in ((sampled, MAX_NAMED_LOGPROBS), (scored, MAX_TOP_LOGPROBS)):
             if top > most:
                 raise ValueError(f"{top} log probabilities are requested; at most {most} are allowed")
-        none = LogprobPlace(0, 0, 0)
-        layout = ResultLayout(len(batch.logit_rows), batch.drafts, none, none)
-        of_sampled = LogprobPlace(aligned(layout.accepted.stop), *sampled)
-        return replace(layout, sampled=of_sampled, scored=LogprobPlace(aligned(of_sampled.end), *scored))
+        num_rows: int = batch.logit_rows.shape[0]
+        if batch.drafts is None:
+            return _layout(num_rows, num_rows, sampled, scored)
+        num_ints = 2 * num_rows + int(batch.drafts.sum())
+        return replace(_layout(num_rows, num_ints, sampled, scored), drafts=batch.drafts)
 
     def ints(self, part: slice) -> Tensor:
         """int32: tokens, or `ResultLayout.accepted`."""
@@ -102,7 +112,7 @@ class ResultBuffers:
             chosen.view(torch.float32), ranks, ids.view(count, top), values.view(torch.float32).view(count, top)
         )
 
-    def fetch(self, layout: ResultLayout, logprob_rows: Ints, doing: str) -> PendingTokens:
+    def fetch(self, layout: ResultLayout, logprob_rows: Ints, doing: Callable[[], str]) -> PendingTokens:
         """Start to copy the results of the last launched step; doing names the step in error messages.
 
         logprob_rows: `SamplerFeatures.logprob_rows`.
@@ -114,7 +124,7 @@ class PendingTokens:
     """Implements `PendingOutput`."""
 
     def __init__(
-        self, device: Device, fetched: PendingCopy, layout: ResultLayout, logprob_rows: Ints, doing: str
+        self, device: Device, fetched: PendingCopy, layout: ResultLayout, logprob_rows: Ints, doing: Callable[[], str]
     ) -> None:
         self._device = device
         self._fetched = fetched
@@ -124,8 +134,11 @@ class PendingTokens:
 
     def wait(self) -> StepOutput:
         """Call once."""
-        with annotate_faults(self._device, self._doing):
+        try:
             ints = self._fetched.wait()
+        except Exception as error:
+            explain_fault(self._device, error, self._doing())
+            raise
         layout = self._layout
         tokens = ints[: layout.num_rows]
         sampled = scored = None

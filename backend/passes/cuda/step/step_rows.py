@@ -40,3 +40,5 @@ class CudaStep:
     """Every row has one token and needs its logits."""
     is_scored: bool = False
     """Tokens are scored: the last layer computes all tokens, like the layers before it."""
+    adapters: Tensor | None = None
+    """int32 [num_tokens], -1 for none; None if no token has one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,12 +14,17 @@ from penstock.backend.forward_pass import PendingOutput, SlotInit, StepBatch, To
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
 from penstock.backend.passes.cuda.device.transfers import Ints, Uplink
-from penstock.backend.passes.cuda.step.device_sampler import DeviceSampler, LogprobBuffers, SamplerFeatures, SlotArrays
+from penstock.backend.passes.cuda.step.device_sampler import (
+    PLAIN,
+    DeviceSampler,
+    LogprobBuffers,
+    SamplerFeatures,
+    SlotArrays,
+)
 from penstock.backend.passes.cuda.step.draft_sampling import DraftSampling
-from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_packing import NO_INTS, StepLimits
 from penstock.backend.passes.cuda.step.step_results import ResultBuffers
-
-NO_INTS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,7 @@ class SamplingSizes:
     """Most ints of new slots that travel with a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """The step's own parts on the device."""
 
     features: SamplerFeatures
@@ -66,6 +71,8 @@ class StepSampling:
         self._results = ResultBuffers(device, limits.max_rows, limits.max_tokens, limits.max_verified)
         self._max_update_ints = sizes.max_update_ints
         self._features: SamplerFeatures | None = None
+        self._is_drawn = False
+        """The graph of the step that began last draws its tokens."""
         self._sent: _Sent | None = None
 
     @property
@@ -81,7 +88,19 @@ class StepSampling:
     @property
     def is_scored(self) -> bool:
         """The step that began last scores tokens of prompts."""
-        return len(self._begun().scored_tokens) > 0
+        return self._begun().scored_tokens.shape[0] > 0
+
+    @property
+    def is_redrawable(self) -> bool:
+        """A graph may draw the tokens of the step of the last `parts`; `sample` draws again if there are masks."""
+        return self._features is not None and self._features.is_redrawable
+
+    def capture(self, logits: Tensor) -> None:
+        """Launch what draws the tokens of a step that `StepBuffers.load` sends as is_drawn."""
+        num_rows = logits.shape[0]
+        buffers, tokens = self._buffers, self._results.ints(slice(num_rows))
+        drawn, context_lens = buffers.drawn_slots[:num_rows], buffers.logit_rows.context_lens[:num_rows]
+        self._sampler.sample(logits, drawn, context_lens, PLAIN, tokens)
 
     def pack_slots(self, inits: tuple[SlotInit, ...]) -> tuple[Ints, int]:
         """Pack new slots to travel with the step. If they are too large, send them ahead and return nothing."""
@@ -102,11 +121,14 @@ class StepSampling:
         drafts = (NO_INTS, NO_INTS) if batch.drafts is None else self._drafts.pack(batch, batch.drafts)
         return [features.logprob_rows, features.named, *scored, *drafts]
 
-    def begin(self, updates: Tensor, num_updates: int, parts: list[Tensor]) -> None:
-        """Start a step with the results of `pack_slots` and `parts`, which are now on the device."""
+    def begin(self, updates: Tensor, num_updates: int, parts: list[Tensor], *, is_drawn: bool) -> None:
+        """Start a step with the results of `pack_slots` and `parts`, which are now on the device.
+
+        is_drawn: as in `StepBuffers.load`.
+        """
         if self._features is None:
             raise RuntimeError("a step's sampling begins after its `parts`")
-        self._sent = _Sent(self._features, *parts)
+        self._sent, self._is_drawn = _Sent(self._features, *parts), is_drawn
         if num_updates:
             self._sampler.take_slots(updates, num_updates)
 
@@ -116,29 +138,31 @@ class StepSampling:
         batch: StepBatch,
         masks: TokenMasks | None,
         logits_of: Callable[[Tensor], Tensor],
-        doing: str,
+        doing: Callable[[], str],
     ) -> PendingOutput:
-        """Sample the rows of logits [L + D, vocab_size]; doing names the step in errors.
+        """Sample the rows of logits [L + D, vocab_size], if the step's graph has not; doing names the step in errors.
 
         logits_of returns the logits of scored tokens int32 [n], for n at most max_rows; its next call overwrites them.
         """
-        num_rows, sent, results = len(logits), self._begun(), self._results
-        features, rows = sent.features, self._buffers.logit_rows.cut(num_rows)
-        scored = 0, 0
+        num_rows, sent, results = logits.shape[0], self._begun(), self._results
+        features, scored = sent.features, (0, 0)
         if batch.scored is not None:
             scored = len(batch.scored.tokens), min(batch.scored.num_top, self._limits.vocab_size)
-        layout = results.lay_out(batch, (len(features.logprob_rows), features.num_top), scored)
+        layout = results.lay_out(batch, (features.logprob_rows.size, features.num_top), scored)
         tokens = results.ints(slice(num_rows))
-        placed = None if masks is None else self._send_masks(masks, num_rows)
-        slots = rows.slots
-        if batch.drafts is not None:
-            slots = sent.draft_slots
-            self._drafts.open(sent.draft_rows)
-        self._sampler.sample(logits, slots, rows.context_lens, features, tokens, placed)
-        if batch.drafts is not None:
-            mask_rows = self._slots.no_mask_rows if placed is None else placed[0]
-            self._drafts.accept(sent.draft_rows, mask_rows, tokens, results.ints(layout.accepted))
-        if len(features.logprob_rows):
+        if masks is not None or not self._is_drawn:
+            rows, placed = self._buffers.logit_rows.cut(num_rows), None
+            if masks is not None:
+                placed = self._send_masks(masks, num_rows)
+            slots = rows.slots
+            if batch.drafts is not None:
+                slots = sent.draft_slots
+                self._drafts.open(sent.draft_rows)
+            self._sampler.sample(logits, slots, rows.context_lens, features, tokens, placed)
+            if batch.drafts is not None:
+                mask_rows = self._slots.no_mask_rows if placed is None else placed[0]
+                self._drafts.accept(sent.draft_rows, mask_rows, tokens, results.ints(layout.accepted))
+        if features.logprob_rows.size:
             out = results.logprobs(layout.sampled)
             self._sampler.logprobs(logits, tokens, sent.logprob_rows, out, sent.named, features.num_likeliest)
         if batch.scored is not None:

@@ -13,7 +13,7 @@ from penstock.backend.checkpoint.files.progress import GRAPHS, MIXED_GRAPHS, mak
 from penstock.backend.passes.cuda.attention.delta_net import NUM_LAUNCHES as LAUNCHES_OF_RULES
 from penstock.backend.passes.cuda.ops.expert_ops import NUM_LAUNCHES as LAUNCHES_OF_EXPERTS
 from penstock.backend.passes.cuda.ops.side_ops import LAUNCHES_BESIDE, LAUNCHES_OF_INPUTS, LAUNCHES_OF_STREAMS
-from penstock.backend.passes.cuda.step.step_buffers import MixedPadding
+from penstock.backend.passes.cuda.step.step_packing import MixedPadding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     from penstock.backend.passes.decoder.model import DecoderModel
 
 
-MAX_GRAPH_ROWS = 256
+MAX_GRAPH_ROWS = 512
 """Larger steps keep the device busy for long enough to launch their kernels one by one."""
+USUAL_GRAPH_ROWS = 256
+"""Most decodes of a captured mixed step; decode steps with more rows have fewer sizes."""
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
+_LARGE_SIZE_STEP = 32
+"""Beyond USUAL_GRAPH_ROWS."""
 _MATMULS_PER_LAYER = 4
 _OTHER_NODES_PER_LAYER = 5
 
@@ -44,7 +48,9 @@ _OTHER_NODES_PER_LAYER = 5
 def graph_sizes(max_rows: int) -> list[int]:
     """Return 1, 2, 4, 8, 16, 24 and so on; the last size is the largest captured decode step."""
     most = min(max_rows, MAX_GRAPH_ROWS)
-    return sorted({*(size for size in (*_SMALL_SIZES, *range(_SIZE_STEP, most, _SIZE_STEP)) if size < most), most})
+    small = *_SMALL_SIZES, *range(_SIZE_STEP, USUAL_GRAPH_ROWS, _SIZE_STEP)
+    sizes = *small, *range(USUAL_GRAPH_ROWS, MAX_GRAPH_ROWS, _LARGE_SIZE_STEP), most
+    return sorted({size for size in sizes if size <= most})
 
 
 def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
@@ -61,7 +67,7 @@ def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + LAUNCHES_OF_RULES)
     softcap = 0 if config.scales.logits_softcap is None else 3
     of_experts = sum(config.layer_has_experts) * (launches + LAUNCHES_OF_EXPERTS)
-    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 3
+    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 4
 
 
 class StepGraphs:
@@ -146,12 +152,13 @@ class MixedGraphs:
         self._graphs = StepGraphs(device, sizes, self._run, MIXED_GRAPHS)
 
     def fit(self, batch: StepBatch, num_decode: int, tiles: Ints) -> MixedPadding | None:
-        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles.
+        """Return the graph for a step; None if no graph has enough tokens, or this one has too few tiles, or
+        rows have adapters.
 
         num_decode, tiles: as `StepAttention.tiles` takes and returns them.
         """
         size = self._graphs.size_for(batch.num_tokens) if self.is_used else None
-        if size is None or len(tiles) > self._num_tiles[size]:
+        if size is None or batch.adapters is not None or len(tiles) > self._num_tiles[size]:
             return None
         return MixedPadding(size, self._num_tiles[size], num_decode, tiles)
 

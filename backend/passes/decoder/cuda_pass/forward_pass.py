@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import DeviceRows, SamplingParams, SlotInit, StepBatch
 from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPABILITY
-from penstock.backend.passes.cuda.device.device import annotate_faults, first_line
+from penstock.backend.passes.cuda.device.device import annotate_faults, explain_fault, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
 from penstock.backend.passes.cuda.memory import page_moves
@@ -29,16 +30,19 @@ from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
-from penstock.backend.passes.cuda.step.step_sampling import NO_INTS, StepSampling
-from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs, graph_sizes
+from penstock.backend.passes.cuda.step.step_packing import NO_INTS
+from penstock.backend.passes.cuda.step.step_sampling import StepSampling
+from penstock.backend.passes.decoder.adapters import LoadsAdapters
+from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import MixedGraphs, StepGraphs
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout
+from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
+    adapter_bytes,
     attention_by_window,
     captured_sizes_of,
     choose_matmul,
     groups_of,
-    make_full_layout,
-    make_layout,
     plan_spec,
     rounds_rows,
     sampling_sizes,
@@ -48,6 +52,7 @@ from penstock.backend.passes.decoder.model import DecoderModel
 from penstock.backend.passes.ops.rope_table import RopeTable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -56,6 +61,7 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass import EmbeddedTokens, PassOptions, PassSpec, PendingOutput, TokenMasks
     from penstock.backend.forward_pass.extensions import PictureTower
     from penstock.backend.passes.cuda.device.device import Device
@@ -69,9 +75,9 @@ PassT = TypeVar("PassT", bound="CudaDecoderPass")
 logger = logging.getLogger("penstock.backend")
 
 
-class CudaDecoderPass:
-    """Implements `IBatchedForwardPass` and `ICheckpointsStates`. Logits are on the device in the weights' dtype; the
-    next step overwrites them.
+class CudaDecoderPass(LoadsAdapters):
+    """Implements `IBatchedForwardPass`, `ICheckpointsStates` and `ILoadsAdapters`. Logits are on the device in the
+    weights' dtype; the next step overwrites them.
 
     `PassOptions.deterministic` changes matmul.py and step_attention.py, and leaves out fused_ops.py; everything else
     computes each row independently anyway.
@@ -97,32 +103,43 @@ class CudaDecoderPass:
         host_kv_bytes: int = 0,
         quantization: Quantization | None = None,
         formats: StoredFormats = PLAIN,
+        adapters: Sequence[PeftAdapter] = (),
+        turns_heads: bool = False,
         memory: DeviceMemory | None = None,
     ) -> None:
         """host_kv_bytes limits the host memory for offloaded pages. quantization and formats are as in `make_spec`.
+        adapters must stay open until this returns.
 
         memory holds the weights; by default it is this process's own.
         """
         self._memory = memory or PrivateMemory()
+        self._inference = torch.inference_mode()
+        self._step_library = open_step_library()  # before the weights are read
         self._config = config
         self._device = device
         self._sizes = sizes
         self._dtype = dtype
-        self._spec = plan_spec(config, dtype, sizes, quantization, formats)
+        self._spec = plan_spec(config, dtype, sizes, quantization, formats, adapters)
+        self._turns_heads = turns_heads
         rounds = rounds_rows(formats, quantization, sizes, dtype)
         self._groups = groups_of(config, sizes)
         # Pages of several groups or sizes do not move to the host, and bring back no states.
         moves_pages = len(self._groups.windows) == 1 and config.delta_net is None and config.full_heads is None
         self._host_kv_bytes = host_kv_bytes if moves_pages else 0
+        self._decode_sizes = sizes.decode_sizes(rounds_rows=rounds)
         self._mixed_sizes = captured_sizes_of(config, dtype, sizes, self._spec.weight_bytes, rounds_rows=rounds)
         with torch.inference_mode():
             self._ops = make_ops(
                 device, config, dtype, sizes.max_tokens, sizes.max_logits, choose_matmul(sizes),
                 rounded_rows=sizes.choices.rounded_rows if rounds else None, memory=self._memory,
-                product_rows=sizes.choices.product_rows_of(config.hidden_size),
+                product_rows=sizes.choices.product_rows_of(config.hidden_size), adapter_bytes=sizes.adapter_bytes,
                 claims_products=bool(sizes.choices.claimed_products),
             )  # fmt: skip
             self._model = DecoderModel(config, self._ops, weights, Dtype.of(dtype), self._groups)
+            self._of_linears = self._ops.adapters
+            if self._ops.adapters is not None:
+                self._ops.adapters.open(self._model.adapted_linears)
+            self._put_first(adapters)
 
     @classmethod
     def describe(cls, model_dir: Path, options: PassOptions) -> PassSpec:
@@ -178,7 +195,7 @@ class CudaDecoderPass:
         except ValueError as error:
             raise StartupError(f"the GPU kernels do not support this cache: {error}") from error
         limits = step_limits(config, sizes, page_size_tokens, num_pages, max(self._mixed_sizes, default=0))
-        self._buffers = StepBuffers(device, limits)
+        self._buffers = StepBuffers(device, limits, self._step_library)
         self._sampling = StepSampling(device, self._dtype, limits, sampling_sizes(config, sizes), self._buffers)
         ropes = tuple(
             torch.tensor(RopeTable(rope).cover(longest)[:longest], device=device.torch_device) for rope in config.ropes
@@ -195,7 +212,9 @@ class CudaDecoderPass:
                 [*self._ops.kernels(), *self._sampling.kernels, *step_buffers.kernels(), *page_moves.kernels()]
             )
             self.link = measure_link(device)
-            self._graphs = StepGraphs(device, graph_sizes(sizes.max_graph_rows), self._run_padding)
+            self._graphs = StepGraphs(device, self._decode_sizes, self._run_padding)
+            adapted_sizes = self._decode_sizes if sizes.adapter_bytes else []
+            self._adapted_graphs = StepGraphs(device, adapted_sizes, partial(self._run_padding, has_adapters=True))
             self._mixed_graphs = MixedGraphs(device, self._ops, self._model, self._buffers, self._mixed_sizes)
             token_s = self._warm_up(min(sizes.max_tokens, longest))
         except torch.OutOfMemoryError as error:
@@ -221,15 +240,22 @@ class CudaDecoderPass:
         with annotate_faults(self._device, f"saving {len(pairs)} pages"):
             self._moves.save(pairs)
 
-    @torch.inference_mode()
+    # The next two are a step's work on the host: a decorator and a context manager each would make a dozen calls.
     def forward(self, batch: StepBatch) -> Tensor:
-        with annotate_faults(self._device, step_name(batch)):
-            return self._forward(batch)
+        try:
+            with self._inference:
+                return self._forward(batch)
+        except Exception as error:
+            explain_fault(self._device, error, step_name(batch))
+            raise
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None = None) -> PendingOutput:
-        with annotate_faults(self._device, f"sampling {step_name(batch)}"):
-            return self._sample(logits, batch, masks)
+        try:
+            with self._inference:
+                return self._sample(logits, batch, masks)
+        except Exception as error:
+            explain_fault(self._device, error, f"sampling {step_name(batch)}")
+            raise
 
     def host_logits(self, logits: Tensor) -> NDArray[np.float32]:
         with annotate_faults(self._device, f"copying {len(logits)} rows to the host"):
@@ -258,21 +284,37 @@ class CudaDecoderPass:
     def _last_normed(self, num_rows: int) -> Tensor:
         return self._ops.last_normed(num_rows, is_scored=self._sampling.is_scored)
 
+    def _num_bytes(self, adapter: PeftAdapter) -> int:
+        return adapter_bytes(adapter, self._config, self._dtype)
+
+    @torch.inference_mode()
+    def put_adapter(self, index: int, adapter: Any) -> None:
+        super().put_adapter(index, adapter)
+
     def close(self) -> None:
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del self._graphs, self._mixed_graphs, self._buffers, self._sampling, self._model, self._states
+        del (
+            self._graphs,
+            self._adapted_graphs,
+            self._mixed_graphs,
+            self._buffers,
+            self._sampling,
+            self._model,
+            self._states,
+        )
         if self.shared_weights is not None:
             self.shared_weights.close()
         self._memory.unmap()
         self._device.trim()
 
     def _forward(self, batch: StepBatch) -> Tensor:
-        num_decode = count_decode_rows(batch)
-        num_logits = batch.num_sampled
-        is_decode_only = num_decode == num_logits == batch.num_rows
-        num_padded = self._graphs.size_for(batch.num_rows) if is_decode_only else None
+        num_logits: int = batch.logit_rows.shape[0] if batch.drafts is None else batch.num_sampled
+        is_decode_only = batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
+        num_decode = num_logits if is_decode_only else count_decode_rows(batch)
+        graphs = self._graphs if batch.adapters is None else self._adapted_graphs
+        num_padded = graphs.size_for(num_logits) if is_decode_only else None
         updates, num_updates = self._sampling.pack_slots(batch.slot_inits)
         restores, copies = self._moves.pack(batch)
         tiles, mixed = NO_INTS, None
@@ -281,15 +323,16 @@ class CudaDecoderPass:
             mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
         own_tiles = tiles if mixed is None else NO_INTS
         parts = [updates, restores, copies, *self._states.pack(batch), own_tiles, *self._sampling.parts(batch)]
-        sent = self._buffers.load(batch, num_padded or 0, parts, mixed)
+        is_drawn = num_padded is not None and self._sampling.is_redrawable
+        sent = self._buffers.load(batch, num_padded or 0, parts, mixed, is_drawn=is_drawn)
         device_updates, device_restores, device_copies, of_states, state_saves, device_tiles, *sampling_parts = sent
-        self._sampling.begin(device_updates, num_updates, sampling_parts)
+        self._sampling.begin(device_updates, num_updates, sampling_parts, is_drawn=is_drawn)
         self._moves.run(device_restores, device_copies)
         self._states.restore(of_states)
         for given in batch.embeddings:
             self._put_embeddings(given)
         if num_padded is not None:
-            self._graphs.replay(num_padded)
+            graphs.replay(num_padded)
         else:
             if mixed is not None:
                 stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
@@ -303,18 +346,20 @@ class CudaDecoderPass:
         return self._ops.last_logits(num_logits)
 
     def _sample(self, logits: Tensor, batch: StepBatch, masks: TokenMasks | None) -> PendingOutput:
-        return self._sampling.sample(logits, batch, masks, self._scored_logits, step_name(batch))
+        return self._sampling.sample(logits, batch, masks, self._scored_logits, partial(step_name, batch))
 
     def _scored_logits(self, tokens: Tensor) -> Tensor:
         """Logits of scored tokens, in the memory of the step's logits."""
         logits: Tensor = self._model.logits(self._ops.gather_normed(tokens))
         return logits
 
-    def _run_padding(self, num_rows: int) -> None:
+    def _run_padding(self, num_rows: int, *, has_adapters: bool = False) -> None:
         """Launch a decode step of num_rows padding rows, for a graph to capture."""
-        step = self._buffers.decode_step(num_rows)
+        step = self._buffers.decode_step(num_rows, has_adapters=has_adapters)
         self._ops.begin(step)
-        self._model.forward(step, needs_logits=True)
+        logits = self._model.forward(step, needs_logits=True)
+        if logits is not None and self._spec.generates:
+            self._sampling.capture(logits)
 
     def _warm_up(self, num_tokens: int) -> float:
         """Run two prefill steps of the largest size, in pages that have no owner yet. Return seconds per token."""

@@ -13,6 +13,7 @@ from penstock.backend.checkpoint.fingerprint import packing_fingerprint
 from penstock.backend.checkpoint.formats.declared import read_stored_formats
 from penstock.backend.checkpoint.quantization.modes import find_quantization
 from penstock.backend.checkpoint.quantization.quantized_checkpoint import open_served_weights
+from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.passes.cuda.device.device import first_line
@@ -50,8 +51,10 @@ P = TypeVar("P", bound="_Loaded")
 def describe_checkpoint(model_dir: Path, config: DecoderConfig, options: PassOptions) -> PassSpec:
     """Describe the pass. config is the checkpoint's, or was made from it. Raises StartupError."""
     dtype = choose_dtype(options.dtype, read_declared_dtype(model_dir) or Dtype.BF16, Dtype.FP16)
-    quantization = find_quantization(options.quantize)
-    return plan_spec(config, dtype.in_torch, step_sizes(config, options), quantization, read_stored_formats(model_dir))
+    quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
+    with open_adapters(model_dir, options.adapters, config) as adapters:
+        sizes = step_sizes(config, options, dtype.in_torch, adapters)
+        return plan_spec(config, dtype.in_torch, sizes, quantization, formats, adapters)
 
 
 def load_pass(
@@ -67,15 +70,17 @@ def load_pass(
     if the weights do not fit the GPU.
     """
     quantization, formats = find_quantization(options.quantize), read_stored_formats(model_dir)
-    sizes = step_sizes(config, options)
     choices, source = adopted_choices(options.device)
     logger.info("kernels on %s: %s (%s)", options.device, choices.of_kernels(), source)
 
     def pack(weights: Weights, dtype: Dtype, memory: DeviceMemory) -> P:
         try:
-            return build(
-                weights, PassSettings(dtype.in_torch, sizes, options.host_kv_bytes, quantization, formats), memory
-            )
+            with open_adapters(model_dir, options.adapters, config) as adapters:
+                settings = PassSettings(
+                    dtype.in_torch, step_sizes(config, options, dtype.in_torch, adapters), options.host_kv_bytes,
+                    quantization, formats, adapters, turns_heads(model_dir),
+                )  # fmt: skip
+                return build(weights, settings, memory)
         except torch.OutOfMemoryError as error:
             raise StartupError(f"the weights and workspace do not fit the GPU: {first_line(error)}") from error
 

@@ -9,6 +9,7 @@ import torch
 
 from penstock.backend.checkpoint.formats.stored_formats import PLAIN
 from penstock.backend.checkpoint.quantization.modes import check_sizes, packed_linears
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import MAX_VERIFIED
@@ -26,6 +27,7 @@ from penstock.backend.passes.cuda.attention.step_attention import (
 from penstock.backend.passes.cuda.attention.wide_attention import WideAttention
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices, adopted_choices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO
+from penstock.backend.passes.cuda.memory import lora
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.memory.page_moves import MAX_PAGE_MOVES
 from penstock.backend.passes.cuda.ops import elementwise, expert_ops, quantized_linear, row_products, side_ops
@@ -41,23 +43,28 @@ from penstock.backend.passes.cuda.ops.matmul import (
 from penstock.backend.passes.cuda.ops.packed_weights import has_kernels, packed_bytes, takes_packed
 from penstock.backend.passes.cuda.ops.rounded_rows import ROUNDED_FORMS, row_bytes
 from penstock.backend.passes.cuda.step.device_sampler import MAX_BIASES, MAX_VOCAB, SlotArrays
-from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_packing import StepLimits
 from penstock.backend.passes.cuda.step.step_results import MAX_NAMED_LOGPROBS, ResultBuffers
 from penstock.backend.passes.cuda.step.step_sampling import SamplingSizes
 from penstock.backend.passes.decoder.cuda_pass.cuda_graphs import (
-    MAX_GRAPH_ROWS,
+    USUAL_GRAPH_ROWS,
     graph_sizes,
     launch_bound_tokens,
     mixed_sizes,
     num_nodes_of,
 )
+from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layout, make_layout, unsupported_variation
 from penstock.backend.passes.decoder.spec import make_spec
 from penstock.backend.passes.ops.layer_groups import LayerGroups, one_group, split_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
     from penstock.backend.checkpoint.formats.stored_formats import StoredFormats
     from penstock.backend.checkpoint.quantization.modes import PackedLinear, Quantization
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
     from penstock.backend.forward_pass import PassOptions, PassSpec
 
 LIBRARY_BYTES = 224 << 20
@@ -85,14 +92,18 @@ class StepSizes:
     """The option `PassOptions.splits_layers`."""
     max_verified: int = 0
     """Most rows and drafts of a step with drafts; 0 if it may have none."""
+    adapter_bytes: int = 0
+    """Memory of all adapters at a time (`adapter_bytes`); 0 if there are never any."""
 
     @property
     def max_logits(self) -> int:
         return max(self.max_rows, self.max_verified)
 
-    @property
-    def max_graph_rows(self) -> int:
-        return min(self.max_rows, self.max_tokens)
+    def decode_sizes(self, *, rounds_rows: bool) -> list[int]:
+        """Return the rows of captured decode steps; rounds_rows as in `captured_sizes`."""
+        most, rounded_rows = min(self.max_rows, self.max_tokens), self.choices.rounded_rows
+        may_round = not rounds_rows or rounded_rows <= USUAL_GRAPH_ROWS
+        return graph_sizes(most if may_round else min(most, rounded_rows - 1))
 
 
 class PassSettings(NamedTuple):
@@ -103,16 +114,26 @@ class PassSettings(NamedTuple):
     host_kv_bytes: int = 0
     quantization: Quantization | None = None
     formats: StoredFormats = PLAIN
+    adapters: Sequence[PeftAdapter] = ()
+    turns_heads: bool = False
 
 
-def step_sizes(config: DecoderConfig, options: PassOptions) -> StepSizes:
+def adapter_bytes(adapter: PeftAdapter, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Upper bound of an adapter's memory: its numbers, and headers and what fills up small linears."""
+    return adapter.num_values * dtype.itemsize + config.num_layers * (len(ADAPTED_FIELDS) * 1024 + 64 * adapter.rank)
+
+
+def step_sizes(
+    config: DecoderConfig, options: PassOptions, dtype: torch.dtype, adapters: Sequence[PeftAdapter] = ()
+) -> StepSizes:
     longest = min(options.max_context_tokens or config.max_context_tokens, config.max_context_tokens)
     choices, _ = adopted_choices(options.device)
     if options.deterministic:  # with levels a row's bits depend on the others
         choices = replace(choices, chunk_levels=0)
     max_verified = MAX_VERIFIED if config.delta_net is None else 0  # a state does not go back
     largest = options.max_running, options.max_batch_tokens, longest
-    return StepSizes(*largest, options.deterministic, choices, options.splits_layers, max_verified)
+    num_bytes = options.adapter_budget_bytes + sum(adapter_bytes(adapter, config, dtype) for adapter in adapters)
+    return StepSizes(*largest, options.deterministic, choices, options.splits_layers, max_verified, num_bytes)
 
 
 def groups_of(config: DecoderConfig, sizes: StepSizes) -> LayerGroups:
@@ -127,6 +148,7 @@ def plan_spec(
     sizes: StepSizes,
     quantization: Quantization | None = None,
     formats: StoredFormats = PLAIN,
+    adapters: Sequence[PeftAdapter] = (),
 ) -> PassSpec:
     """Return the pass's spec with its memory; quantization and formats are as in `make_spec`.
 
@@ -143,10 +165,12 @@ def plan_spec(
     row_of_8_bits, rounds = 0, rounds_rows(formats, quantization, sizes, dtype)
     if rounds and any(each.form in ROUNDED_FORMS for each in packed):
         row_of_8_bits = row_bytes(max_linear_inputs(config))
-    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups_of(config, sizes))
+    groups = groups_of(config, sizes)
+    spec = make_spec(config, Dtype.of(dtype), KV_MACRO, quantization, formats, has_kernels, groups, adapters)
     more_bytes = sum(packed_bytes(each.form, each.shape, dtype) - each.form.num_bytes(each.shape) for each in packed)
     spec = replace(spec, weight_bytes=spec.weight_bytes + more_bytes)
     mixed = captured_sizes_of(config, dtype, sizes, spec.weight_bytes, rounds_rows=rounds)
+    num_linears = config.num_layers * len(ADAPTED_FIELDS)
     parts = (
         activation_bytes(config, dtype, sizes.max_tokens, sizes.max_logits, matmul),
         expert_ops.expert_bytes(config, dtype, sizes.max_tokens, matmul),
@@ -159,10 +183,12 @@ def plan_spec(
         SlotArrays.num_bytes(sizes.max_rows + sizes.max_verified, config.logits_width),
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens, sizes.max_verified),
         4 * mask_ints(config, sizes),
+        lora.scratch_bytes(sizes.max_tokens, num_linears) if sizes.adapter_bytes else 0,
+        sum(adapter_bytes(each, config, dtype) - each.num_values * dtype.itemsize for each in adapters),
         4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,
-        _graph_bytes(config, matmul, sizes, mixed, packed, dtype),
+        _graph_bytes(config, matmul, sizes, (sizes.decode_sizes(rounds_rows=rounds), mixed), packed, dtype),
     )
     return replace(
         spec,
@@ -197,10 +223,10 @@ def captured_sizes(
     products of 8 bits would do so in a graph.
     """
     max_tokens, rounded_rows = sizes.max_tokens, sizes.choices.rounded_rows
-    if rounds_rows and rounded_rows > MAX_GRAPH_ROWS:
+    if rounds_rows and rounded_rows > USUAL_GRAPH_ROWS:
         max_tokens = min(max_tokens, rounded_rows - 1)
     max_tokens = min(max_tokens, launch_bound_tokens(weight_bytes, weights, num_layers))
-    return mixed_sizes(max_tokens, min(sizes.max_rows, MAX_GRAPH_ROWS), sizes.choices.mixed_tokens)
+    return mixed_sizes(max_tokens, min(sizes.max_rows, USUAL_GRAPH_ROWS), sizes.choices.mixed_tokens)
 
 
 def choose_matmul(sizes: StepSizes) -> Matmul:
@@ -260,42 +286,6 @@ def check_model_supported(config: DecoderConfig, sizes: StepSizes) -> None:
             reason = str(error)
     if reason is not None:
         raise StartupError(f"the GPU kernels do not support this model: {reason}; use --gpu none")
-
-
-def unsupported_variation(config: DecoderConfig) -> str | None:
-    """Return the first variation of the model that the kernels do not have, or None."""
-    has_output_norms = bool(config.names.attention_output_norm or config.names.mlp_output_norm)
-    variations = {
-        "layer norms of what attention and MLP add": config.norm == "layer" and has_output_norms,
-        "layer norms of q and k without a weight for each head": config.norm == "layer"
-        and config.qk_norm in ("head", "projection"),
-        "RMS norms of q and k with a weight for each head": config.norm == "rms" and config.qk_norm == "each head",
-        "heads of several sizes or shared keys without norms of values": not config.norms_values
-        and (config.full_heads is not None or config.num_shared_layers > 0),
-        "inputs of layers without GELU": config.layer_input_size > 0 and config.activation != "gelu_tanh",
-        "SiLU in an MLP without a gate": config.mlp == "plain" and config.activation != "gelu_tanh",
-    }
-    return next((name for name, is_present in variations.items() if is_present), None)
-
-
-def make_layout(
-    config: DecoderConfig, num_pages: int, page_size_tokens: int, kv_dtype: str, groups: LayerGroups | None = None
-) -> CacheLayout:
-    """num_pages: of all groups of layers; by default there is one."""
-    num_layers = config.num_layers if groups is None else groups.num_layers
-    if config.full_heads is not None:
-        num_layers = config.num_layers - config.num_shared_layers
-        num_layers -= sum(map(config.has_full_heads, range(num_layers)))
-    return CacheLayout(num_layers, num_pages, page_size_tokens, config.num_kv_heads, config.head_dim, kv_dtype)
-
-
-def make_full_layout(config: DecoderConfig, layout: CacheLayout) -> CacheLayout | None:
-    """Return the layout of layers with `DecoderConfig.full_heads`, beside that of the others."""
-    if config.full_heads is None:
-        return None
-    num_layers = sum(map(config.has_full_heads, range(config.num_layers - config.num_shared_layers)))
-    num_kv_heads, head_dim = config.full_heads
-    return replace(layout, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
 def attention_by_window(
@@ -375,18 +365,22 @@ def step_limits(
         + 40,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
+        has_adapters=sizes.adapter_bytes > 0,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
         max_verified=sizes.max_verified,
     )
 
 
 def _graph_bytes(
-    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, mixed: list[int], packed: list[PackedLinear],
-    dtype: torch.dtype,
+    config: DecoderConfig, matmul: Matmul, sizes: StepSizes, captured: tuple[list[int], list[int]],
+    packed: list[PackedLinear], dtype: torch.dtype,
 ) -> int:  # fmt: skip
-    """Return the memory of all graphs; mixed: the sizes of those of mixed steps."""
-    decode = graph_sizes(sizes.max_graph_rows)
+    """Return the memory of all graphs; captured: the sizes of decode steps and of mixed ones."""
+    decode, mixed = captured
     num_nodes = sum(num_nodes_of(config, matmul, size) for size in (*decode, *mixed))
+    if sizes.adapter_bytes:
+        beside = lora.NUM_LAUNCHES * len(ADAPTED_FIELDS) * config.num_layers
+        num_nodes += sum(num_nodes_of(config, matmul, size) + beside for size in decode)
     num_nodes += len(mixed) * config.num_layers * len(set(layer_windows(config)))  # their prefill attention, and plans
     # Each product of widened weights has several launches.
     num_widened = sum(size > matmul.kernel_rows for size in (*decode, *mixed))

@@ -219,8 +219,8 @@ def test_compilation_is_announced_and_timed_once(
         open_build(build, machine_builds())
         open_build(build, machine_builds())
     compiling, compiled = caplog.messages
-    assert compiling.startswith(f"Compiling the CPU kernels for {build.name} with ")
-    assert re.fullmatch(rf"Compiled the CPU kernels for {build.name} in \d+\.\d s", compiled)
+    assert compiling.startswith(f"Compiling cpu.cpp for {build.name} with ")
+    assert re.fullmatch(rf"Compiled it for {build.name} in \d+\.\d s", compiled)
 
 
 @pytest.mark.usefixtures("copying_compiler")

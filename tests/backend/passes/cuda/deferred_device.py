@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from penstock.backend.forward_pass import PassOptions, StepBatch, TokenMasks
+    from penstock.backend.passes.cuda.device.device import Event
     from penstock.backend.passes.cuda.step.step_results import PendingTokens
 
 
@@ -68,7 +69,7 @@ class DeferredDevice(EmulatedDevice):
         with _disable_current_modes():  # host memory is not deferred; steps far ahead allocate more of it
             return super().pinned(num_elements, dtype)
 
-    def record(self) -> DeferredEvent:  # type: ignore[override]
+    def record(self, done: Event | None = None) -> DeferredEvent:  # type: ignore[override]
         return DeferredEvent(self, len(self.queue))
 
     def capture(self, work: Callable[[], None]) -> DeferredGraph:

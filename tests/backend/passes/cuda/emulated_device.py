@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from penstock.backend.passes.cuda.device.device import Event
     from penstock.backend.passes.cuda.device.launcher import Argument, Grid, Kernel, Launcher
 
 
@@ -154,7 +155,7 @@ class EmulatedDevice:
     def block_range(self, max_bytes: int) -> EmulatedBlocks:
         return EmulatedBlocks(DriverDevice(0, stub_library()), max_bytes)
 
-    def record(self) -> ImmediateEvent:
+    def record(self, done: Event | None = None) -> ImmediateEvent:
         assert self.launcher.recorded is None, "an event in a captured step"
         self.num_events += 1
         return ImmediateEvent(self)

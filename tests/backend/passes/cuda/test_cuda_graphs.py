@@ -24,7 +24,8 @@ from tests.backend.passes.decoder.driver import Driver
         (8, [1, 2, 4, 8]),
         (20, [1, 2, 4, 8, 16, 20]),
         (64, [1, 2, 4, *range(8, 65, 8)]),
-        (4096, [1, 2, 4, *range(8, 257, 8)]),
+        (300, [1, 2, 4, *range(8, 257, 8), 288, 300]),
+        (4096, [1, 2, 4, *range(8, 257, 8), *range(288, 513, 32)]),
     ],
 )
 def test_sizes_go_up_to_the_largest_captured_step(max_rows: int, sizes: list[int]) -> None:
@@ -74,20 +75,20 @@ def test_captured_steps_of_all_sizes_have_the_same_kernels() -> None:
     driver = make_driver("qwen3")
     run_prompts(driver, prompts((3, 4)))
     # Two layers of 9 kernels: norm, qkv, RoPE and cache, attention, output, norm, gate and up, silu, down. Also the
-    # step's plan, the embedding, the last norm, and the logits.
-    assert num_calls(driver.forward_pass._graphs) == {2 * 9 + 4}
+    # step's plan, the embedding, the last norm, the logits, and the tokens.
+    assert num_calls(driver.forward_pass._graphs) == {2 * 9 + 5}
     # Mixed steps have two kernels of attention, and end with the last layer's RoPE and cache.
     assert num_calls(driver.forward_pass._mixed_graphs._graphs) == {10 + 3 + 2}
 
 
 def test_captured_steps_of_few_rows_in_bf16_have_five_kernels_a_layer() -> None:
     driver = make_driver("qwen3", "bf16", "bf16")
-    # Beside the layers: the step's plan, the embedding, the first and the last norm, and the logits.
-    assert num_calls(driver.forward_pass._graphs) == {2 * 5 + 5}
+    # Beside the layers: the step's plan, the embedding, the first and the last norm, the logits, and the tokens.
+    assert num_calls(driver.forward_pass._graphs) == {2 * 5 + 6}
 
 
 @pytest.mark.parametrize(
-    ("quantize", "calls"), [("none", {1: 2 * 5 + 5, 2: 2 * 5 + 5, 4: 2 * 9 + 4, 6: 2 * 9 + 4}), ("int8", None)]
+    ("quantize", "calls"), [("none", {1: 2 * 5 + 6, 2: 2 * 5 + 6, 4: 2 * 9 + 5, 6: 2 * 9 + 5}), ("int8", None)]
 )
 def test_few_rows_are_as_many_as_was_chosen(
     monkeypatch: pytest.MonkeyPatch, quantize: str, calls: dict[int, int] | None
@@ -99,7 +100,7 @@ def test_few_rows_are_as_many_as_was_chosen(
     driver = Driver(EmulatedCudaPass.load(checkpoint("qwen3"), settings), 32, 16, kv_dtype="bf16")
     graphs = driver.forward_pass._graphs._graphs
     found = {size: len(graph.calls) for size, graph in graphs.items()}
-    assert found == (calls or dict.fromkeys((1, 2, 4, 6), 2 * 5 + 5))
+    assert found == (calls or dict.fromkeys((1, 2, 4, 6), 2 * 5 + 6))
 
 
 def num_calls(graphs: StepGraphs) -> set[int]:

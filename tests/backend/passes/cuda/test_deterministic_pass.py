@@ -164,7 +164,10 @@ def test_whole_products_keep_bits_where_the_library_does(is_invariant: bool, mon
 def test_chunks_do_not_follow_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace_plan, "adopted_choices", lambda _: (KernelChoices(chunk_levels=1), "of this test"))
     config = read_decoder_config(checkpoint("llama3"))
-    sizes = [workspace_plan.step_sizes(config, replace(options(), deterministic=each)) for each in (False, True)]
+    sizes = [
+        workspace_plan.step_sizes(config, replace(options(), deterministic=each), torch.float32)
+        for each in (False, True)
+    ]
     assert [each.choices.chunk_levels for each in sizes] == [1, 0]
 
 

@@ -179,6 +179,9 @@ def test_only_steps_beyond_captured_decodes_round_rows_unless_chosen() -> None:
     assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=False)[-1] == 1024
     sizes = StepSizes(64, 1024, 4096, choices=KernelChoices(rounded_rows=17))
     assert captured_sizes(sizes, 1 << 30, 1 << 29, 28, rounds_rows=True)[-1] == 1024, "decode steps round rows too"
+    wide = StepSizes(1000, 1024, 4096)
+    assert [wide.decode_sizes(rounds_rows=rounds)[-1] for rounds in (True, False)] == [256, 512]
+    assert replace(wide, choices=sizes.choices).decode_sizes(rounds_rows=True)[-1] == 512
 
 
 def test_no_captured_step_has_grouped_products_of_experts() -> None:

@@ -82,7 +82,8 @@ class AheadBench(Bench):
         self.engine.turn()
         self.engine.check_integrity()
         is_waited_for = self.threads.is_busy or self.threads.running_s() > 0  # a draft model may guess
-        select.select([self.threads.wake_fd], [], [], 10 if is_waited_for else 0)
+        # 0.001: a draft model's turn may be given to its thread, which has not begun it
+        select.select([self.threads.wake_fd], [], [], 10 if is_waited_for else 0.001)
 
     def run_dry(self, max_turns: int = 5000) -> int:
         for turn in range(max_turns):

@@ -59,7 +59,8 @@ class DeltaCase:
         attended = torch.empty(most, size, dtype=self.dtype)
         ops = CudaDeltaNetOps(
             launcher, torch.device("cpu"), config, net, self.dtype, most, most, lambda x: x.float().contiguous(),
-            lambda x: x.float(), lambda x, weight, out: torch.mm(x, weight.t(), out=out), lambda _: attended,
+            lambda x: x.float(), lambda x, weight, out: torch.mm(x, weight.t(), out=out), lambda *_: None,
+            lambda _: attended,
         )  # fmt: skip
         layer = ops.pack(self.weights())
         ops.create_states(_NUM_SLOTS)

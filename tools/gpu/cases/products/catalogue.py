@@ -12,7 +12,7 @@ from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO
 from penstock.backend.passes.ops.interface import HeadShape
 from penstock.tools.gpu.cases.check import Check, check_of
 from penstock.tools.gpu.cases.elementwise import DTYPES
-from penstock.tools.gpu.cases.products import experts, quantized, rounded, row_products, stored_forms
+from penstock.tools.gpu.cases.products import adapters, experts, quantized, rounded, row_products, stored_forms
 from penstock.tools.gpu.cases.products.experts import ExpertsCase
 from penstock.tools.gpu.cases.products.quantized import LinearCase
 
@@ -23,9 +23,14 @@ def wide_checks() -> Iterator[Check]:
     yield from _experts()
     yield from _quantized()
     yield from _row_products()
+    for name, adapted in adapters.cases().items():
+        yield check_of("adapters", name, adapters.check_adapters, case=adapted)
 
 
 def small_checks() -> Iterator[Check]:
+    for name, adapted in adapters.cases().items():
+        if not name.startswith("wide"):
+            yield check_of("adapters", f"small.{name}", adapters.check_adapters, case=adapted)
     small = ExpertsCase(Experts(5, 2, 40, normalises=True), 72, 9, _BF16)
     yield check_of("experts", "small", experts.check_experts, case=small)
     for form in quantized.ALL_FORMS:
@@ -42,6 +47,7 @@ def small_checks() -> Iterator[Check]:
 def invariance_checks() -> Iterator[Check]:
     alone = ExpertsCase(Experts(3, 2, 40, normalises=True), 136, 75, _BF16)
     yield check_of("experts", "company", experts.check_rows_alone, case=alone)
+    yield check_of("adapters", "company", adapters.check_company, case=adapters.cases()["wide.bf16"])
     yield check_of("quantised", "company", quantized.check_company, case=LinearCase("int4", 40, 384, 75, _BF16))
 
 

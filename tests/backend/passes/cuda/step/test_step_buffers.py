@@ -10,9 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import FROM_SLOT, StepBatch
+from penstock.backend.passes.cpu.library.native_library import LibraryUnavailableError
 from penstock.backend.passes.cuda.step import step_buffers
-from penstock.backend.passes.cuda.step.step_buffers import MixedPadding, StepBuffers, StepLimits
+from penstock.backend.passes.cuda.step.step_buffers import StepBuffers
+from penstock.backend.passes.cuda.step.step_packing import MixedPadding, StepLimits
+from penstock.backend.passes.decoder.cuda_pass import step_library
+from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from tests.backend.passes.cuda.emulated_device import EmulatedDevice, RecordingLauncher
 from tests.cuda_emulator.launcher import EmulatedLauncher, Order
 
@@ -26,7 +31,7 @@ def make_buffers(limits: StepLimits = LIMITS, launcher: EmulatedLauncher | None 
     if launcher is not None:
         device.launcher = RecordingLauncher(launcher)
     device.launcher.prepare(step_buffers.kernels())
-    return StepBuffers(device, limits)
+    return StepBuffers(device, limits, open_step_library())
 
 
 def make_batch(
@@ -138,6 +143,31 @@ def test_a_mixed_step_has_its_padding_tokens_and_unused_tiles_in_a_row_without_a
     assert buffers.rows.slots[found[2:, 0]].tolist() == [-1, -1, -1]
 
 
+def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
+    limits = replace(LIMITS, has_adapters=True, has_axes=True, max_verified=9)
+    buffers = make_buffers(limits)
+    batch = make_batch([(4, 9, 1), (2, 3, 4), (5, 0, 3)], seed=2)
+    extras = {"adapters": np.array([2, -1, 0], np.int32), "drafts": np.array([0, 3, 1], np.int32)}
+    buffers.load(replace(batch, **extras), 0, [])
+    expect_arrived(buffers, batch)
+    assert buffers.adapters[:9].tolist() == [2, *[-1] * 4, *[0] * 3, -1]
+    assert buffers.logit_tokens[:8].tolist() == [0, 4, 7, 1, 2, 3, 6, 7]
+    assert buffers.logit_rows.slots[:8].tolist() == [4, 2, 5, 2, 2, 2, 5, -1]
+    assert buffers.logit_rows.context_lens[:7].tolist() == [9, 6, 2, 3, 4, 5, 1]
+    assert buffers.logit_adapters[:8].tolist() == [2, -1, 0, -1, -1, -1, 0, -1]
+    positions = buffers.uplink.block[buffers._places["ids"].start + 8 :][: 3 * 8].view(8, 3)
+    assert positions.tolist() == [[place] * 3 for place in (9, 3, 4, 5, 6, 0, 1, 2)]
+    given = np.arange(24, dtype=np.int32).reshape(8, 3)
+    buffers.load(replace(batch, rope_positions=given), 0, [])
+    assert positions.tolist() == given.tolist()
+    assert set(buffers.logit_adapters.tolist()) == {-1}
+    for drafts in ([1, 0, 0], [0, 4, 0], [0, -1, 0]):
+        with pytest.raises(ValueError, match=r"a draft is .*it must be a token"):
+            buffers.load(replace(batch, drafts=np.array(drafts, np.int32)), 0, [])
+    with pytest.raises(ValueError, match="rows of the step have adapters; the pass has none"):
+        make_buffers().load(replace(batch, adapters=extras["adapters"]), 0, [])
+
+
 def test_a_known_page_is_not_sent_again() -> None:
     buffers = make_buffers()
     batch = make_batch([(3, 6, 1), (1, 2, 1)])
@@ -177,7 +207,7 @@ def test_more_page_changes_than_threads_per_block_arrive(order: Order) -> None:
 def test_a_block_is_written_only_after_the_device_has_read_it() -> None:
     device = EmulatedDevice()
     device.launcher.prepare(step_buffers.kernels())
-    buffers = StepBuffers(device, LIMITS)
+    buffers = StepBuffers(device, LIMITS, open_step_library())
     for _ in range(2):
         buffers.load(make_batch([(0, 4, 1)]), 0, [])
     device.fault = RuntimeError("the device never gets there")
@@ -211,6 +241,15 @@ def test_an_invalid_batch_is_refused(changes: dict[str, np.ndarray], message: st
     good.input_ids[0] = FROM_SLOT
     buffers.load(good, 0, [])
     expect_arrived(buffers, good)
+
+
+def test_missing_compiler_is_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise LibraryUnavailableError("no C++ compiler: install g++ or clang++, or set CXX to another")
+
+    monkeypatch.setattr(step_library, "open_build", refuse)
+    with pytest.raises(StartupError, match=r"the GPU pass cannot pack its steps: no C\+\+ compiler"):
+        open_step_library()
 
 
 def test_too_many_tokens_are_refused() -> None:
