@@ -49,7 +49,8 @@ def test_head_of_a_file_is_that_of_its_checkpoint(tmp_path: Path, monkeypatch: p
     assert relative_error(last_logits(model_dir, prompt), last_logits(checkpoint, prompt)) < 1e-4
     for index, own in enumerate(("embed_tokens", "shared_head_head")):
         file.tensors[f"blk.3.nextn.{own}.weight"] = file.tensors["token_embd.weight"]
-        assert not read_decoder_config(resolve_model(str(file.write(tmp_path / f"{index}.gguf"))), with_mtp=True).has_mtp
+        directory = resolve_model(str(file.write(tmp_path / f"{index}.gguf")))
+        assert not read_decoder_config(directory, with_mtp=True).has_mtp
         del file.tensors[f"blk.3.nextn.{own}.weight"]
     del file.tensors["blk.3.nextn.hnorm.weight"]
     assert not read_decoder_config(resolve_model(str(file.write(tmp_path / "third.gguf"))), with_mtp=True).has_mtp
