@@ -7,20 +7,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 WINGS = ("penstock", "frontend", "backend", "shm", "tools")
-MAX_PRODUCT_LINES = 99_530
-MAX_LABORATORY_LINES = 19_620
-MAX_DOC_WORDS = 78_710
+MAX_PRODUCT_LINES = 99_770
+MAX_LABORATORY_LINES = 19_630
+MAX_DOC_WORDS = 78_730
 MIN_ENTRIES, MAX_MODULES = 4, 12
 
 MAX_LINES = {
     "backend": 1_140,
-    "backend/checkpoint": 13_560,
+    "backend/checkpoint": 13_690,
     "backend/engine": 5_480,
-    "backend/forward_pass": 905,
+    "backend/forward_pass": 910,
     "backend/kv_cache": 2_700,
-    "backend/passes": 20_140,
+    "backend/passes": 20_260,
     "backend/sampling": 840,
-    "backend/scheduling": 2_155,
+    "backend/scheduling": 2_160,
     "backend/sequences": 1_000,
     "backend/start": 1_220,
     "backend/structured_output": 2_300,
@@ -36,7 +36,7 @@ MAX_LINES = {
     "frontend/text": 2_110,
     "frontend/transport": 2_470,
     "penstock": 230,
-    "penstock/commands": 3_186,
+    "penstock/commands": 3_190,
     "penstock/process": 1_790,
     "penstock/serve": 3_600,
     "shm": 10,
@@ -51,7 +51,7 @@ MAX_LINES = {
     "tools/chaos": 3_380,
     "tools/demo_model": 1_460,
     "tools/forward_pass_contract": 990,
-    "tools/gpu": 6_820,
+    "tools/gpu": 6_830,
     "tools/replay": 960,
 }
 """Lines of Python of each package, with those below it."""

@@ -62,7 +62,7 @@ MODELS = {
     "CohereForCausalLM": "Command R",
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "Starcoder2ForCausalLM": "StarCoder2",
-    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (pictures on the CPU)",
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B (pictures)",
     "Gemma3nForConditionalGeneration": "Gemma 3n E2B, E4B (text only)",
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B (pictures)",
     "Idefics3ForConditionalGeneration": "Idefics 3; SmolVLM (pictures)",
@@ -71,12 +71,12 @@ MODELS = {
     "LlavaForConditionalGeneration": "LLaVA 1.5; Pixtral 12B (pictures)",
     "LlavaOnevisionForConditionalGeneration": "LLaVA-OneVision (pictures)",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2 24B; Ministral 3 3B, 8B, 14B (pictures)",
-    "Qwen2VLForConditionalGeneration": "Qwen2-VL (pictures on a CPU)",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL (pictures on a CPU)",
-    "Qwen3_5ForConditionalGeneration": "Qwen3.5 0.8B to 27B, Qwen3.6 27B (pictures on a CPU)",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 35B-A3B to 397B-A17B, Qwen3.6 35B-A3B (pictures on a CPU)",
-    "Qwen3VLForConditionalGeneration": "Qwen3-VL (pictures on a CPU)",
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL 30B-A3B, 235B-A22B (pictures on a CPU)",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL (pictures)",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL (pictures)",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5 0.8B to 27B, Qwen3.6 27B (pictures)",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 35B-A3B to 397B-A17B, Qwen3.6 35B-A3B (pictures)",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL (pictures)",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL 30B-A3B, 235B-A22B (pictures)",
 }
 
 

@@ -36,8 +36,10 @@ _DELTA_SIZES = {
     "full_attention_interval": "full_attention_interval",
 }
 _HYBRID = (*_DELTA_SIZES.values(), _RECURRENT, _MTP_LAYERS)
-_OF_IMAGES = ("rope.dimension_sections", "n_deepstack_layers")
-"""Keys that change nothing for text in architectures that list them."""
+_SECTIONS = "rope.dimension_sections"
+DEEPSTACK = "n_deepstack_layers"
+"""The number of first layers that pictures add to."""
+_OF_PICTURES = (_SECTIONS, DEEPSTACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +90,23 @@ ARCHITECTURES = {
     ),
     "qwen3": Architecture("Qwen3ForCausalLM"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", _WIDE_EXPERTS, settings={"norm_topk_prob": True}),
-    "qwen2vl": Architecture("Qwen2ForCausalLM", _OF_IMAGES),
-    "qwen3vl": Architecture("Qwen3ForCausalLM", _OF_IMAGES),
-    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", (*_WIDE_EXPERTS, *_OF_IMAGES), settings={"norm_topk_prob": True}),
+    "qwen2vl": Architecture("Qwen2VLForConditionalGeneration", _OF_PICTURES),
+    "qwen3vl": Architecture("Qwen3VLForConditionalGeneration", _OF_PICTURES),
+    "qwen3vlmoe": Architecture(
+        "Qwen3VLMoeForConditionalGeneration", (*_WIDE_EXPERTS, *_OF_PICTURES), settings={"separate_experts": True}
+    ),
     "qwen3next": Architecture(
         "Qwen3NextForCausalLM",
         (*_HYBRID, *_WIDE_EXPERTS, _SHARED_EXPERT),
         offset_norms=True,
         settings={"plain_decay": True},
     ),
-    "qwen35": Architecture("Qwen3_5ForCausalLM", (*_HYBRID, *_OF_IMAGES), offset_norms=True, settings=_QWEN35),
+    "qwen35": Architecture(
+        "Qwen3_5ForConditionalGeneration", (*_HYBRID, *_OF_PICTURES), offset_norms=True, settings=_QWEN35
+    ),
     "qwen35moe": Architecture(
-        "Qwen3_5MoeForCausalLM",
-        (*_HYBRID, *_OF_IMAGES, *_WIDE_EXPERTS, _SHARED_EXPERT),
+        "Qwen3_5MoeForConditionalGeneration",
+        (*_HYBRID, *_OF_PICTURES, *_WIDE_EXPERTS, _SHARED_EXPERT),
         offset_norms=True,
         settings=_QWEN35,
     ),
@@ -169,6 +175,7 @@ _INT_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": _SHARED_EXPERT,
+    DEEPSTACK: DEEPSTACK,
     **_DELTA_SIZES,
 }
 """Keys of config.json, each with the architecture's own key, which is read if `Architecture.keys` has it."""
@@ -208,7 +215,6 @@ def make_config(
     if "rope.freq_base_swa" not in architecture.keys:
         metadata.check_equal("rope.freq_base_swa", theta, "rope.freq_base")
     known = (*architecture.keys, *_NORM_EPSILONS)
-    metadata.skip(key for key in _OF_IMAGES if key in known)
     own = {key: metadata.own(name, float) for key, name in _FLOAT_KEYS.items() if name in known}
     own |= {key: metadata.own(name, int) or None for key, name in _INT_KEYS.items() if name in known}
     if architecture is _OLMO3:
@@ -334,6 +340,8 @@ def _rope_settings(
     if kind == "yarn":
         mscale = 1.0 if yarn.get("mscale_all_dim") else None
         settings |= {"original_max_position_embeddings": original, "mscale": mscale, **yarn, **architecture.rope}
+    if _SECTIONS in architecture.keys and any(sections := metadata.integers(_SECTIONS, 4, default=0)):
+        settings["mrope_section"] = sections[:3]
     return {"rope_scaling": {key: value for key, value in settings.items() if value is not None}}
 
 

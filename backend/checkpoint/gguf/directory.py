@@ -126,7 +126,7 @@ def _write(directory: Path, paths: list[Path], projector: Path | None) -> None:
     contents = _contents([read_header(path) for path in paths])
     if projector is not None:
         config = json.loads(contents[CONFIG_FILE])
-        own = read_projector(projector, config["hidden_size"])
+        own = read_projector(projector, config)
         contents |= own.files | {CONFIG_FILE: json.dumps(config | own.config, indent=1)}
         (directory / PROJECTOR_FILE).parent.mkdir(mode=0o700)
         (directory / PROJECTOR_FILE).symlink_to(projector)

@@ -55,7 +55,9 @@ def gemma4_settings(
         "has_layer_config": True,
         "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in tensors for index in full),
         "vocab_size_per_layer_input": vocab_size,
-        "hidden_size_per_layer_input": metadata.own("embedding_length_per_layer_input", int) or 0,
+        "hidden_size_per_layer_input": (inputs := metadata.own("embedding_length_per_layer_input", int) or 0),
+        # Files do not say it; pictures of models whose layers have inputs of their own, E2B and E4B, are causal.
+        "use_bidirectional_attention": None if inputs else "vision",
     }
 
 

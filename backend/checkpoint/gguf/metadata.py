@@ -107,10 +107,10 @@ class Metadata:
             raise StartupError(f"{self.prefix}{key} is {shorten(values)}; expected {count} numbers")
         return values
 
-    def integers(self, key: str, count: int) -> list[int]:
+    def integers(self, key: str, count: int, *, default: int | None = None) -> list[int]:
         """Read a number, or flag, for each layer; one number is that of all."""
         self._read.add(self.prefix + key)
-        value = self._values.get(self.prefix + key)
+        value = self._values.get(self.prefix + key, default)
         values = [item for item in (value if isinstance(value, list) else [value] * count) if isinstance(item, int)]
         if len(values) != count:
             raise StartupError(f"{self.prefix}{key} is {shorten(value)}; expected {count} integers")

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.backend.checkpoint.config.architectures.hf_config import MAX_LAYERS
 from penstock.backend.checkpoint.files.json_file import shorten
+from penstock.backend.checkpoint.gguf.config import DEEPSTACK
 from penstock.backend.checkpoint.gguf.header import read_header
 from penstock.backend.checkpoint.gguf.metadata import Metadata
+from penstock.backend.checkpoint.gguf.vision_sizes import gemma4_vision, qwen_processor, qwen_vision
 from penstock.backend.checkpoint.sources.gguf_files import find_projectors
 from penstock.backend.errors import StartupError
 
@@ -83,27 +85,47 @@ _KINDS = {
     "mlp": _LLAVA,
     "pixtral": _Kind("llava", "LlavaForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
     "mistral3": _Kind("mistral3", "Mistral3ForConditionalGeneration", "mistral", "pixtral", _PIXTRAL, 1e-5),
+    "qwen2vl_merger": _Kind(
+        "qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl_text", "qwen2_vl_vision", {}, 1e-6
+    ),
+    "qwen2.5vl_merger": _Kind(
+        "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", "qwen2_5_vl_vision", {}, 1e-6
+    ),
+    "qwen3vl_merger": _Kind(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", "qwen3_vl_vision", {}, 1e-6
+    ),
+    "gemma4v": _Kind("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text", "gemma4_vision", {}, 1e-6),
 }
 _RENAMED = (
     (r"connector\.modality_projection\.proj", "mm.model.fc"),
-    (r"vision_(?:model|tower)\.", "v."),
-    (r"embeddings\.patch_embedding(?:s\.projection)?|patch_conv", "patch_embd"),
-    (r"embeddings\.position_embeddings$", "position_embd.weight"),
-    (r"embeddings\.position_embedding", "position_embd"),
+    (r"embed_vision\.embedding_projection", "mm.input_projection"),
+    (r"visual\.merger\.(?:ln_q|norm)\.", "v.post_ln."),
+    (r"visual\.merger\.(?:mlp\.0|linear_fc1)", "mm.0"),
+    (r"visual\.merger\.(?:mlp\.2|linear_fc2)", "mm.2"),
+    (r"(?<=deepstack)(\.\d+\.)linear_", r"\1"),
+    (r"vision_(?:model|tower)\.|visual\.", "v."),
+    (r"embeddings\.patch_embedding(?:s\.projection)?|patch_conv|patch_embed(?:der\.input_|\.)proj", "patch_embd"),
+    (r"embeddings\.position_embeddings$|patch_embedder\.position_embedding_table", "position_embd.weight"),
+    (r"embeddings\.position_embedding|pos_embed", "position_embd"),
     (r"embeddings\.(?:class_embedding|cls_token)", "class_embd"),
     (r"pre_layrnorm|ln_pre", "pre_ln"),
     (r"post_layernorm", "post_ln"),
-    (r"(?:encoder|transformer)\.layers?\.", "blk."),
-    (r"layer_norm1|layernorm_before|attention_norm", "ln1"),
-    (r"layer_norm2|layernorm_after|ffn_norm", "ln2"),
-    (r"(?:self_attn|attention)\.(?:out_proj|o_proj|projection_layer)", "attn_out"),
+    (r"(?:encoder|transformer)\.layers?\.|blocks\.", "blk."),
+    (r"layer_norm1|layernorm_before|attention_norm|input_layernorm|(?<=\d\.)norm1", "ln1"),
+    (r"layer_norm2|layernorm_after|ffn_norm|pre_feedforward_layernorm|(?<=\d\.)norm2", "ln2"),
+    (r"post_attention_layernorm", "attn_post_norm"),
+    (r"post_feedforward_layernorm", "ffn_post_norm"),
+    (r"(?:self_attn|attention)\.(?:out_proj|o_proj|projection_layer)|attn\.proj", "attn_out"),
+    (r"attn\.qkv", "attn_qkv"),
     (r"(?:self_attn|attention)\.(q_norm|k_norm)", r"attn_\1"),
     (r"(?:self_attn|attention)\.([qkv])_proj", r"attn_\1"),
-    (r"mlp\.fc1|feed_forward\.up_proj", "ffn_up"),
-    (r"mlp\.fc2|feed_forward\.down_proj", "ffn_down"),
-    (r"feed_forward\.gate_proj", "ffn_gate"),
+    (r"mlp\.(?:linear_)?fc1", "ffn_up"),
+    (r"mlp\.(?:linear_)?fc2", "ffn_down"),
+    (r"(?:mlp|feed_forward)\.(gate|up|down)_proj", r"ffn_\1"),
+    (r"\.linear\.", "."),
     (r"lambda_([12])$", r"ls\1.weight"),
 )
+_DEEPSTACK_PART = re.compile(r"visual\.deepstack_merger_list\.(\d+)\.")
 _SWAPPED = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
@@ -121,7 +143,8 @@ def find_projector(model: Path) -> Path | None:
     for path in map(model.parent.__truediv__, find_projectors(sizes)):
         try:
             metadata = Metadata(read_header(model, keeps_arrays=False).metadata)
-            read_projector(path, metadata.required("embedding_length"))
+            text = {"hidden_size": metadata.required("embedding_length"), DEEPSTACK: metadata.own(DEEPSTACK, int)}
+            read_projector(path, text)
         except StartupError as error:
             logger.warning("pictures are not taken: %s", error)
             continue
@@ -129,16 +152,17 @@ def find_projector(model: Path) -> Path | None:
     return None
 
 
-def read_projector(path: Path, hidden_size: int) -> Projector:
-    """Raises StartupError."""
+def read_projector(path: Path, text: Mapping[str, Any]) -> Projector:
+    """text: config.json of the text model. Raises StartupError."""
     header = read_header(path)
     try:
-        return _read(Metadata(header.metadata), header.tensors, hidden_size)
+        return _read(Metadata(header.metadata), header.tensors, text)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
 
 
-def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: int) -> Projector:
+def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], text: Mapping[str, Any]) -> Projector:
+    hidden_size = text["hidden_size"]
     key = "clip.vision.projector_type" if metadata.get("clip.projector_type", str) is None else "clip.projector_type"
     name = metadata.get(key, str)
     if name not in _KINDS or name == "mistral3":
@@ -148,7 +172,7 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: in
         raise StartupError(
             "tensor model.image_newline is of LLaVA 1.6, which cuts pictures into tiles; 1.5 is supported"
         )
-    merge = _size(metadata, "spatial_merge_size", 1)
+    merge = _size(metadata, "spatial_merge_size", 2 if str(name).startswith("qwen") else 1)
     kind = _KINDS["mistral3" if name == "pixtral" and merge > 1 else name]
     bias = tensors.get("mm.2.bias") if name == "mlp" else None
     projected = _size(metadata, "projection_dim") if bias is None else bias.shape[0]  # of LLaVA the key is CLIP's own
@@ -178,13 +202,12 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: in
             f"clip.vision.embedding_length is {vision['hidden_size']}, patch_size {patch}; the first is a multiple of "
             f"attention.head_count, {vision['num_attention_heads']}, the other at most image_size, {side}"
         )
-    config, processor, image = _parts(metadata, kind, vision, merge)
-    text = _TEXT | {"model_type": kind.text_type, "hidden_size": hidden_size}
+    config, processor, image = _parts(metadata, tensors, kind, vision, merge, hidden_size)
     whole = {
         "model_type": kind.model_type,
         "architectures": [kind.architecture],
         "vision_config": vision,
-        "text_config": text,
+        "text_config": _text_config(kind, vision, text),
         **config,
     }
     image |= {
@@ -192,13 +215,26 @@ def _read(metadata: Metadata, tensors: Mapping[str, GgufTensor], hidden_size: in
         "image_std": metadata.numbers("vision.image_std", 3),
     }
     return Projector(
-        {VISION_KEY: whole},
+        {VISION_KEY: whole, "vision_config": vision},
         {"preprocessor_config.json": json.dumps(image), "processor_config.json": json.dumps(processor)},
     )
 
 
+def _text_config(kind: _Kind, vision: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    added, layers = len(vision.get("deepstack_visual_indexes", ())), text.get(DEEPSTACK) or 0
+    if added != layers:
+        raise StartupError(f"clip.vision.is_deepstack_layers has {added} layers; the model's {DEEPSTACK} is {layers}")
+    own = {key: text[key] for key in ("hidden_size", "use_bidirectional_attention") if key in text}
+    return _TEXT | own | {"model_type": kind.text_type}
+
+
 def _parts(
-    metadata: Metadata, kind: _Kind, vision: dict[str, Any], merge: int
+    metadata: Metadata,
+    tensors: Mapping[str, GgufTensor],
+    kind: _Kind,
+    vision: dict[str, Any],
+    merge: int,
+    hidden_size: int,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The family's keys of the config, of the processor's settings and of the image processor's."""
     side, patch = vision["image_size"], vision["patch_size"]
@@ -222,6 +258,14 @@ def _parts(
             most = _size(metadata, "preproc_max_tiles", 12)
             config: dict[str, Any] = {"downsample_ratio": 1 / scale, "vision_feature_layer": -1}
             return config, {"image_seq_length": per_side**2}, square | {"max_patches": most}
+        case "gemma4":
+            vision |= gemma4_vision(metadata, tensors, vision)
+            cells = {"patch_size": patch, "pooling_kernel_size": vision["pooling_kernel_size"]}
+            return {"audio_config": None}, {}, cells
+        case "qwen2_vl" | "qwen2_5_vl" | "qwen3_vl":
+            vision |= {"spatial_merge_size": merge, "out_hidden_size": hidden_size}
+            vision |= qwen_vision(metadata, tensors, kind.model_type, vision)
+            return {}, {}, qwen_processor(kind.model_type, patch, merge)
     if kind.vision_type == "pixtral":
         vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
         config = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", "spatial_merge_size": merge}
@@ -236,7 +280,7 @@ def _parts(
 def _activation(metadata: Metadata, kind: _Kind) -> str:
     if metadata.get("clip.use_silu", bool):
         return "silu"
-    if kind.model_type in ("smolvlm", "gemma3"):
+    if kind.model_type in ("smolvlm", "gemma3", "gemma4", "qwen3_vl"):
         return "gelu_pytorch_tanh"
     return "gelu" if metadata.get("clip.use_gelu", bool) else "quick_gelu"
 
@@ -249,16 +293,16 @@ def _size(metadata: Metadata, key: str, default: int | None = None) -> int:
     return value
 
 
-def projector_name(name: str, model_type: str, vision_type: str, *, is_swapped: bool = False) -> str:
-    """The file's name of a tensor of transformers' model. The types are those of its configs. is_swapped: as old
-    converters name them, up is down."""
-    own = next(
-        kind.names for kind in _KINDS.values() if (kind.model_type, kind.vision_type) == (model_type, vision_type)
-    )
+def projector_name(name: str, config: Any, *, is_swapped: bool = False) -> str:
+    """The file's name of a tensor of transformers' model. is_swapped: as old converters name them, up is down."""
+    types = config.model_type, config.vision_config.model_type
+    own = next(kind.names for kind in _KINDS.values() if (kind.model_type, kind.vision_type) == types)
     if name.startswith("multi_modal_projector."):
         part = name.removeprefix("multi_modal_projector.")
         begin = next((begin for begin in own if part == begin or part.startswith(f"{begin}.")), part)
         return own.get(begin, begin) + part.removeprefix(begin)
+    if (found := _DEEPSTACK_PART.match(name)) is not None:
+        name = f"visual.deepstack.{config.vision_config.deepstack_visual_indexes[int(found[1])]}.{name[found.end() :]}"
     for pattern, new in _RENAMED:
         name = re.sub(pattern, new, name)
     return re.sub(r"ffn_(?:up|down)", lambda own: _SWAPPED[own[0]], name) if is_swapped else name

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.backend.checkpoint.config.architectures.names import find_architecture
 from penstock.backend.checkpoint.files.json_file import read_json_object, shorten
@@ -19,10 +20,13 @@ from penstock.backend.checkpoint.gguf.projector import PROJECTOR_FILE, VISION_KE
 from penstock.backend.checkpoint.weights import open_tensor_files
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
-from penstock.backend.passes.vision.families import FAMILIES, UNSUPPORTED, VisionFamily
+from penstock.backend.passes.vision.families import FAMILIES, VisionFamily
 
 logger = logging.getLogger("penstock.backend")
 
+_PATCHES = "v.patch_embd.weight"
+_DIMENSIONS_OF_FRAMES = 5
+"""Of weights for several frames, which files have one by one."""
 _TEXT_PARTS = ("language_model", "text_model")
 _SMALL_TEXT = {
     "num_hidden_layers": 1,
@@ -35,9 +39,9 @@ _SMALL_TEXT = {
 
 
 def find_family(model_dir: Path, options: PassOptions, *, says_why: bool = False) -> VisionFamily | None:
-    """None for a model without a vision part, and for one whose pictures the device does not take. says_why: log the
-    reason. Raises StartupError."""
-    device, projector = options.device, model_dir / PROJECTOR_FILE
+    """None for a model without a vision part, and for one whose pictures are not taken. says_why: log the reason.
+    Raises StartupError."""
+    projector = model_dir / PROJECTOR_FILE
     values = read_json_object(model_dir / CONFIG_FILE)
     values = values.get(VISION_KEY, values)
     if not isinstance(values, dict) or not isinstance(values.get("vision_config"), dict):
@@ -45,13 +49,9 @@ def find_family(model_dir: Path, options: PassOptions, *, says_why: bool = False
     architecture = str(find_architecture(values))
     family = FAMILIES.get(architecture)
     if family is None:
-        reason = f"of {shorten(architecture)} {UNSUPPORTED.get(architecture, 'only the text model is supported')}"
-    elif family.has_axes and device != "cpu":
-        family, reason = None, "the kernels for GPUs have no positions on three axes"
+        reason = f"of {shorten(architecture)} only the text model is supported"
     elif find_spec("transformers") is None:
         family, reason = None, "they need penstock[transformers]"
-    elif device != "cpu" and family.whole_tokens(read_config(model_dir), {}):
-        reason, family = "its image tokens attend to each other both ways, which the GPU's kernels do not", None
     elif projector.is_symlink() and not options.needs_pictures:
         try:
             with closing(open_tensors(projector)) as file:
@@ -144,33 +144,57 @@ def _load_projector(path: Path, config: Any) -> Any:
     with closing(open_tensors(path)) as file, torch.no_grad():
         names = _projector_names(path.readlink(), file, config)
         model = _without_text(transformers.AutoModelForImageTextToText.from_config(config, **options))
-        for name, own in names.items():
-            parameter, values = model.get_parameter(name), file.read(file.tensors[own], lambda _: None).float()
-            if is_rotated(own, config.vision_config.model_type):
+        state = model.state_dict()
+        for name, parts in names.items():
+            values = _assembled([file.read(file.tensors[own], lambda _: None).float() for own in parts], state[name])
+            if is_rotated(parts[0], config.vision_config.model_type):
                 heads = config.vision_config.num_attention_heads
                 values = values.view(heads, -1, 2, values.shape[-1]).transpose(1, 2)
-            if own == "mm.soft_emb_norm.weight":
+            if parts[0] == "mm.soft_emb_norm.weight":
                 values = values - 1
-            parameter.copy_(values.reshape(parameter.shape))
+            state[name].copy_(values.reshape(state[name].shape))
     return model.eval().requires_grad_(requires_grad=False)
 
 
-def _projector_names(path: Path, file: TensorFile, config: Any) -> dict[str, str]:
-    """Parameter → its tensor. Checked before there is memory for them. Raises StartupError."""
+def _projector_names(path: Path, file: TensorFile, config: Any) -> dict[str, list[str]]:
+    """Parameter or buffer → its tensors. Checked before there is memory for them. Raises StartupError."""
     vision, names = config.vision_config, {}
     down = file.tensors.get("v.blk.0.ffn_down.weight")
-    is_swapped = down is not None and down.shape[0] == vision.intermediate_size != vision.hidden_size
-    for name, parameter in empty_model(config).named_parameters():
-        own = projector_name(name, config.model_type, vision.model_type, is_swapped=is_swapped)
+    is_swapped = down is not None and down.shape[0] != getattr(vision, "embed_dim", vision.hidden_size)
+    for name, values in empty_model(config).state_dict().items():
+        own = projector_name(name, config, is_swapped=is_swapped)
         if own.startswith("v.post_ln") and vision.model_type == "clip_vision_model":
             continue  # LLaVA does not use it, and most files lack it
-        if (stored := file.tensors.get(own)) is None:
-            raise StartupError(f"{path}: tensor {own} is missing")
-        if stored.dtype not in FLOAT_DTYPES or _long(stored.shape) != _long(parameter.shape):
-            expected = f"{list(parameter.shape)} in {', '.join(FLOAT_DTYPES)}"
-            raise StartupError(f"{path}: tensor {own} is {stored.dtype} {list(stored.shape)}; expected {expected}")
-        names[name] = own
+        names[name] = parts = [own]
+        if values.dim() == _DIMENSIONS_OF_FRAMES:
+            parts.append(f"{own}.1")
+        elif ".attn_qkv." in own and own not in file.tensors:
+            names[name] = parts = [own.replace("_qkv", f"_{part}") for part in "qkv"]
+        for part in parts:
+            if (stored := file.tensors.get(part)) is None:
+                raise StartupError(f"{path}: tensor {part} is missing")
+            shape = _part_shape(part, tuple(values.shape), len(parts), vision)
+            if stored.dtype not in FLOAT_DTYPES or _long(stored.shape) != _long(shape):
+                expected = f"{list(shape)} in {', '.join(FLOAT_DTYPES)}"
+                raise StartupError(f"{path}: tensor {part} is {stored.dtype} {list(stored.shape)}; expected {expected}")
     return names
+
+
+def _part_shape(own: str, shape: tuple[int, ...], num_parts: int, vision: Any) -> tuple[int, ...]:
+    """The shape in the file of each part of a tensor with this shape."""
+    if len(shape) == _DIMENSIONS_OF_FRAMES:
+        return (*shape[:2], *shape[3:])
+    if own == _PATCHES and len(shape) == 2:  # Gemma 4's
+        return shape[0], 3, vision.patch_size, vision.patch_size
+    return shape if num_parts == 1 else (shape[0] // num_parts, *shape[1:])
+
+
+def _assembled(parts: list[Tensor], whole: Tensor) -> Tensor:
+    if whole.dim() == _DIMENSIONS_OF_FRAMES:
+        return torch.stack(parts, dim=2)
+    if whole.dim() == 2 and parts[0].dim() == 4:
+        return parts[0].permute(0, 2, 3, 1)  # Gemma 4's patches have their colours last
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _long(shape: tuple[int, ...]) -> list[int]:

@@ -1,7 +1,7 @@
 """The architectures whose pictures are taken: how pixels become embeddings.
 
-Image tokens have the positions of ordinary tokens, or with has_axes positions on three axes. They attend to those
-before them, or to all of their picture.
+Image tokens have the positions of ordinary tokens, or positions on three axes. They attend to those before them, or to
+all of their picture.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class VisionFamily:
     """Of the processor's class, for files that leave them out."""
     whole_tokens: Callable[[Any, dict[str, Any]], int] = lambda *_: 0
     """As limits; see `PassSpec.whole_picture_tokens`."""
-    has_axes: bool = False
-    """Image tokens have positions on three axes."""
 
 
 _SOFT_TOKENS, _MOST_SOFT_TOKENS = 280, 1120
@@ -250,7 +248,7 @@ def _one_tile(_: Any, __: dict[str, Any]) -> int:
 
 
 _IDEFICS3 = VisionFamily(_count_idefics3, _encode_idefics3, _in_tiles(_max_tiles_idefics3))
-_QWEN = VisionFamily(qwen.count, qwen.encode, qwen.limits, _CLIP, has_axes=True)
+_QWEN = VisionFamily(qwen.count, qwen.encode, qwen.limits, _CLIP)
 FAMILIES = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
@@ -285,5 +283,3 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": _QWEN,
     "Qwen3_5MoeForConditionalGeneration": _QWEN,
 }
-UNSUPPORTED: dict[str, str] = {}
-"""Architecture → why only its text model is served."""

@@ -39,9 +39,11 @@ def make(
     rotary_dim: int = 64,
     kv_dtype: str = "fp32",
     page_size: int = 16,
+    *,
+    ropes_by_token: bool = False,
 ) -> Elementwise:
-    device = torch.device("cpu")
-    return Elementwise(launcher, heads, hidden, rotary_dim, EPS, dtype, kv_dtype, page_size, device)
+    settings = heads, hidden, rotary_dim, EPS, dtype, kv_dtype, page_size, torch.device("cpu")
+    return Elementwise(launcher, *settings, ropes_by_token=ropes_by_token)
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -66,6 +68,7 @@ class StoreCase:
     kv_dtype: str
     page_size: int
     rotary_dim: int
+    has_axes: bool = False
 
     def __post_init__(self) -> None:
         self.layout = CacheLayout(2, 11, self.page_size, self.heads.num_kv_heads, self.heads.head_dim, self.kv_dtype)
@@ -124,7 +127,8 @@ def expected_heads(
     if rope is not None:
         turned = []
         for part, table in ((q.double(), query_factor * rope), (k.double(), rope)):
-            cos, sin = table.double()[case.positions()].unsqueeze(1).chunk(2, dim=-1)
+            places = range(len(qkv)) if case.has_axes else case.positions()
+            cos, sin = table.double()[places].unsqueeze(1).chunk(2, dim=-1)
             half = case.rotary_dim // 2
             x, y, rest = torch.split(part, [half, half, shape.head_dim - case.rotary_dim], dim=-1)
             turned.append(torch.cat([x * cos - y * sin, y * cos + x * sin, rest], dim=-1))
@@ -151,12 +155,18 @@ def check_store(
     centres: layer norms with a weight for each head, of heads whose mean is not 0.
     """
     torch.manual_seed(case.heads.head_dim)
-    elementwise = make(launcher, dtype, case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size)
+    sizes = case.heads, 64, case.rotary_dim, case.kv_dtype, case.page_size
+    elementwise = make(launcher, dtype, *sizes, ropes_by_token=case.has_axes)
     qkv = torch.randn(case.num_tokens, case.heads.qkv_size)
     qkv += 0.5 * centres
     qkv[2] *= 1e-3  # small, so that the norms' eps dominates
     qkv = qkv.to(dtype)
     rope = rope_rows(3 * case.page_size, case.rotary_dim) if rotates else None
+    if rope is not None and case.has_axes:
+        positions, axes = torch.randint(len(rope), (len(qkv), 3)).int(), torch.arange(case.rotary_dim // 2).int() % 3
+        expected = rope.gather(0, positions.long()[:, axes.repeat(2)])
+        elementwise.turn_tokens(rope, positions, axes, rope := poisoned(*expected.shape, dtype=torch.float32))
+        require_same_bits("the positions' cosines and sines", rope, expected)
     q_sizes, k_sizes = (
         [n, case.heads.head_dim][1 - centres :] for n in (case.heads.num_heads, case.heads.num_kv_heads)
     )
@@ -175,9 +185,9 @@ def check_store(
     require_same_bits("keys and values of the step", qkv[:, size:], before[:, size:])
     require_same_bits("the padding row", qkv[1], before[1])
     # A norm that is rounded to the other side changes a rotated number by a share of its head's size, not of its own.
-    sizes = q[written].double().abs().amax(dim=-1, keepdim=True)
-    found = qkv[written, :size].view(sizes.shape[0], -1, case.heads.head_dim).double() / sizes
-    error = require_close("queries", found, q[written] / sizes, TOLERANCE[dtype], 0.5 * TOLERANCE[dtype])
+    head_sizes = q[written].double().abs().amax(dim=-1, keepdim=True)
+    found = qkv[written, :size].view(len(written), -1, case.heads.head_dim).double() / head_sizes
+    error = require_close("queries", found, q[written] / head_sizes, TOLERANCE[dtype], 0.5 * TOLERANCE[dtype])
     untouched = layer.clone().view(case.layout.num_pages, 2, case.heads.num_kv_heads, -1)
     for token, page, place in case.places():
         for which, heads in ((0, k[token]), (1, v[token])):
@@ -383,4 +393,5 @@ def _checks(
 
 def _store(launcher: Launcher, dtype: torch.dtype, sizes: tuple[HeadShape, str, int, int]) -> float:
     check_store(launcher, StoreCase(*sizes), dtype, norms=True, centres=True)
+    check_store(launcher, StoreCase(*sizes, has_axes=True), dtype)
     return check_store(launcher, StoreCase(*sizes), dtype, norms=True)

@@ -26,7 +26,7 @@ class TextPart:
     defaults: dict[str, float] = field(default_factory=dict)
     """Values of keys that files on the hub omit, if HfConfig requires them or the family's default is another."""
     may_be_flat: bool = False
-    """Files without text_config have its keys beside the others."""
+    """Files without text_config have its keys beside the others, as those that are made of GGUF files."""
     axes: RopeAxes | None = None
     """For models whose pictures have positions on three axes."""
     picture_layers: int = 0
@@ -125,15 +125,19 @@ TEXT_PARTS = {
         axes=_QWEN2_VL_AXES,
     ),
     "Qwen3_5ForConditionalGeneration": TextPart(
-        {"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False, axes=_QWEN35_AXES
+        {"qwen3_5_text": FAMILIES["Qwen3_5ForCausalLM"]}, tie_embeddings=False, may_be_flat=True, axes=_QWEN35_AXES
     ),
     "Qwen3_5MoeForConditionalGeneration": TextPart(
-        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]}, tie_embeddings=False, axes=_QWEN35_AXES
+        {"qwen3_5_moe_text": FAMILIES["Qwen3_5MoeForCausalLM"]},
+        tie_embeddings=False,
+        may_be_flat=True,
+        axes=_QWEN35_AXES,
     ),
     "Qwen3VLForConditionalGeneration": TextPart(
         {"qwen3_vl_text": FAMILIES["Qwen3ForCausalLM"]},
         tie_embeddings=False,
         defaults=_QWEN3_VL_DEFAULTS,
+        may_be_flat=True,
         axes=_QWEN3_VL_AXES,
         picture_layers=3,
     ),
@@ -141,6 +145,7 @@ TEXT_PARTS = {
         {"qwen3_vl_moe_text": _QWEN3_VL_MOE},
         tie_embeddings=False,
         defaults=_QWEN3_VL_DEFAULTS,
+        may_be_flat=True,
         axes=_QWEN3_VL_AXES,
         picture_layers=3,
     ),

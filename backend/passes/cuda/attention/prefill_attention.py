@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ from penstock.backend.passes.cuda.attention.prefill_segments import (
 )
 from penstock.backend.passes.cuda.device.kernel_choices import CONSTANTS, KernelChoices
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Grid, Kernel, Launcher, TensorMap, int32
+from penstock.backend.passes.cuda.device.transfers import Ints
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import RowArrays
 from penstock.backend.passes.ops.interface import supports_q8_0
@@ -50,7 +52,7 @@ def kernels() -> Iterator[Kernel]:
     for kv_dtype in KV_MACRO:
         for head_dim in HEAD_DIMS:
             if kv_dtype != "q8_0" or supports_q8_0(head_dim):
-                yield _attention(kv_dtype, head_dim)
+                yield from (_attention(kv_dtype, head_dim, sees_ahead=sees_ahead) for sees_ahead in (False, True))
                 if _has_wgmma_kernel(kv_dtype, head_dim):
                     yield _wgmma_kernel(kv_dtype, head_dim)
 
@@ -61,7 +63,9 @@ class PrefillAttention:
 
     scale, above 0, multiplies q · k. softcap, unless 0, bounds the logits: cap · tanh(logit / cap). A token sees itself
     and the window_tokens - 1 tokens before it, or all tokens if window_tokens is 0. has_wgmma: the device is of
-    WGMMA_CAPABILITY; it has num_sms multiprocessors. Raises ValueError for what no kernel supports.
+    WGMMA_CAPABILITY; it has num_sms multiprocessors. sees_ahead: steps may have `StepBatch.visible_ends`; these have a
+    kernel of their own, without wgmma, whose tiles are as large with heads of up to 128. Raises ValueError for what no
+    kernel supports.
     """
 
     layout: CacheLayout
@@ -72,6 +76,7 @@ class PrefillAttention:
     choices: KernelChoices = CONSTANTS
     has_wgmma: bool = False
     num_sms: int = 132
+    sees_ahead: bool = False
 
     kernel: Kernel = field(init=False)
     _scalars: tuple[np.int32 | np.float32, ...] = field(init=False)
@@ -98,7 +103,11 @@ class PrefillAttention:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """The kernels to pass to `Launcher.prepare`."""
-        return (self.kernel,)
+        return (self.kernel, self._ahead_kernel) if self.sees_ahead else (self.kernel,)
+
+    @property
+    def _ahead_kernel(self) -> Kernel:
+        return _attention(self.layout.kv_dtype, self.layout.head_dim, self.choices, sees_ahead=True)
 
     @property
     def _group(self) -> int:
@@ -117,8 +126,8 @@ class PrefillAttention:
         )
 
     def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], first_row: int = 0
-    ) -> NDArray[np.int32]:
+        self, query_starts: Ints, context_lens: Ints, first_row: int = 0, visible_ends: Ints | None = None
+    ) -> Ints:
         """Return the blocks [n, 4] of first_row and the rows after it.
 
         A block is (row, first query of the tile within its row, first position of its segment of the context or -1,
@@ -127,10 +136,17 @@ class PrefillAttention:
         32 + max_parts. Blocks with the most keys come first. They serve all layers of a model: a windowed layer's
         blocks go through all of a tile's keys, and skip all segments but the first.
 
-        query_starts [R + 1] and context_lens [R] describe the step. A row of k tokens has k * group queries per KV
-        head, token by token. Raises ValueError if a launch cannot have that many tiles.
+        query_starts [R + 1], context_lens [R] and visible_ends [T] describe the step. A row of k tokens has k * group
+        queries per KV head, token by token. Raises ValueError if a launch cannot have that many tiles.
         """
-        tiles, last_positions = _tiles_and_ends(query_starts, context_lens, self._group, self.tile_rows, first_row)
+        tiles, last_positions = _tiles_and_ends(
+            query_starts,
+            context_lens,
+            self._group,
+            self.tile_rows,
+            first_row,
+            visible_ends if self.sees_ahead else None,
+        )
         if not self._has_segments:
             return whole_tiles(tiles)
         return cut_segments(tiles, last_positions, self.layout.num_kv_heads)
@@ -160,28 +176,32 @@ class PrefillAttention:
         tiles: Tensor,
         sinks: Tensor,
         out: Tensor,
+        visible_ends: Tensor | None = None,
     ) -> None:
         """Write out for each token of the rows in tiles; the rest of out does not change.
 
         qkv [T, any number of heads * head_dim], with the queries first, and out [T, num_heads * head_dim] have the
         same dtype: fp32, bf16 or fp16. layer_cache: uint8, the layer's pages, which already hold the rows' own keys and
         values. page_table: int32 [max_slots, max_pages]. workspace: of `workspace_sizes`. tiles: int32 in any shape,
-        the result of `tiles` for these rows. sinks: as of `DecodeAttention.attend`.
+        the result of `tiles` for these rows. sinks: as of `DecodeAttention.attend`. visible_ends: int32 [T].
         """
         if out.dtype != qkv.dtype:
             raise ValueError(f"queries are {qkv.dtype}, but the output is {out.dtype}; they must be the same")
+        kernel, ends = self.kernel, tiles  # not read
+        if self.sees_ahead and visible_ends is not None:
+            kernel, ends = self._ahead_kernel, visible_ends
         num_kv_heads, num_tiles = self.layout.num_kv_heads, tiles.numel() // 4
         grid: Grid = (num_kv_heads, num_tiles, 1)
         counts: tuple[np.int32, ...] = ()
-        if self.kernel.needs_wgmma:
+        if kernel.needs_wgmma:
             num_tasks = num_kv_heads * num_tiles
             grid, counts = (min(self.num_sms, num_tasks), 1, 1), (int32(num_kv_heads), int32(num_tasks))
         launcher.launch(
-            self.kernel,
+            kernel,
             grid,
             out,
             qkv,
-            self._cache_argument(layer_cache),
+            self._map_of(layer_cache) if kernel.needs_wgmma and self.layout.kv_dtype == "bf16" else layer_cache,
             page_table,
             rows.context_lens,
             rows.query_starts,
@@ -189,6 +209,7 @@ class PrefillAttention:
             tiles,
             sinks,
             *self._results(workspace),
+            *(() if kernel.needs_wgmma else (ends,)),
             _ACTS[qkv.dtype],
             int32(qkv.shape[1] // self.layout.head_dim),
             int32(page_table.shape[1]),
@@ -196,9 +217,7 @@ class PrefillAttention:
             *counts,
         )
 
-    def _cache_argument(self, layer_cache: Tensor) -> Tensor | TensorMap:
-        if not self.kernel.needs_wgmma or self.layout.kv_dtype != "bf16":
-            return layer_cache
+    def _map_of(self, layer_cache: Tensor) -> TensorMap:
         address = layer_cache.data_ptr()
         found = self._maps.get(address)
         if found is None:
@@ -217,9 +236,7 @@ def most_captured_tiles(num_tokens: int, group: int, max_rows: int) -> int:
     return -(-num_tokens * group // _FEWEST_QUERY_ROWS) + _SPARE_TILES + min(max_rows, num_tokens)
 
 
-def cut_tiles(
-    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int
-) -> NDArray[np.int32]:
+def cut_tiles(query_starts: Ints, context_lens: Ints, group: int, rows_per_tile: int) -> Ints:
     """Return tiles [n, 2] of all rows of a step: (row, first query of the tile within its row), those with the most
     keys first. Raises ValueError if a launch cannot have that many.
     """
@@ -227,9 +244,14 @@ def cut_tiles(
 
 
 def _tiles_and_ends(
-    query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], group: int, rows_per_tile: int, first_row: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the tiles of first_row and the rows after it, and the position of each tile's last query."""
+    query_starts: Ints,
+    context_lens: Ints,
+    group: int,
+    rows_per_tile: int,
+    first_row: int,
+    visible_ends: Ints | None = None,
+) -> tuple[Ints, NDArray[np.int64]]:
+    """Return the tiles of first_row and the rows after it, and the last position that each tile's last query sees."""
     num_queries = np.diff(query_starts[first_row:]).astype(np.int64) * group
     num_tiles = -(-num_queries // rows_per_tile)
     total = int(num_tiles.sum())
@@ -239,6 +261,8 @@ def _tiles_and_ends(
     first = (np.arange(total) - np.repeat(num_tiles.cumsum() - num_tiles, num_tiles)) * rows_per_tile
     last = np.minimum(first + rows_per_tile, num_queries[rows]) - 1
     last_position = context_lens[first_row:][rows] + last // group
+    if visible_ends is not None:
+        last_position = visible_ends[query_starts[first_row:][rows] + last // group] - 1
     order = np.argsort(-last_position, kind="stable")
     return np.stack([rows + first_row, first], axis=1).astype(np.int32)[order], last_position[order]
 
@@ -271,11 +295,15 @@ def _tile(choices: KernelChoices) -> tuple[tuple[str, int], ...]:
     return ("QUERY_ROWS", choices.query_rows), ("KEY_TOKENS", choices.key_tokens)
 
 
-def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS) -> Kernel:
+@cache
+def _attention(kv_dtype: str, head_dim: int, choices: KernelChoices = CONSTANTS, *, sees_ahead: bool = False) -> Kernel:
     macros: tuple[tuple[str, int], ...] = (("KV_DTYPE", KV_MACRO[kv_dtype]), ("HEAD_DIM", head_dim))
     if _tile(choices) != _tile(CONSTANTS) and kv_dtype != "fp32" and head_dim <= 128:
         macros = (*macros, *_tile(choices))
     num_bytes = shared_bytes(kv_dtype, head_dim, choices)
+    if sees_ahead:
+        macros = (*macros, ("SEES_AHEAD", 1))
+        num_bytes += 4 * query_rows(kv_dtype, head_dim, choices) if kv_dtype != "fp32" else 0
     if kv_dtype == "fp32":
         return Kernel("prefill/prefill_attention_fp32.cu", "prefill_attention_fp32", macros, 256, num_bytes)
     return Kernel("prefill/prefill_attention.cu", "prefill_attention", macros, 128, num_bytes)

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -17,6 +16,7 @@ from penstock.backend.passes.cuda.attention.prefill_attention import MAX_TILES, 
 from penstock.backend.passes.cuda.attention.prefill_segments import WorkspaceSizes, whole_tiles
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Kernel
+from penstock.backend.passes.cuda.device.transfers import Ints
 from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
 
 
@@ -37,9 +37,7 @@ class StepAttention(Protocol):
 
     def open(self, device: Device) -> None: ...
 
-    def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
-    ) -> NDArray[np.int32]:
+    def tiles(self, query_starts: Ints, context_lens: Ints, num_decode: int, visible_ends: Ints | None) -> Ints:
         """Return `CudaStep.prefill_tiles` of a step in which some rows have several tokens, or no logits. Its first
         num_decode rows have one token. See `PrefillAttention.tiles`."""
 
@@ -79,10 +77,8 @@ class TwoKernelAttention:
         self._workspace = self._decode.make_workspace(device.torch_device)
         self._prefill_workspace = self._prefill_sizes.make(device.torch_device)
 
-    def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
-    ) -> NDArray[np.int32]:
-        return self._prefill.tiles(query_starts, context_lens, num_decode)
+    def tiles(self, query_starts: Ints, context_lens: Ints, num_decode: int, visible_ends: Ints | None) -> Ints:
+        return self._prefill.tiles(query_starts, context_lens, num_decode, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self._prefill.captured_tiles(num_tokens)
@@ -99,7 +95,7 @@ class TwoKernelAttention:
         if step.prefill_tiles is not None:
             self._prefill.attend(
                 self._launcher, self._prefill_workspace, qkv, layer_cache, page_table, step.rows, step.prefill_tiles,
-                sinks, out,
+                sinks, out, step.visible_ends,
             )  # fmt: skip
 
 
@@ -132,11 +128,12 @@ class OneKernelAttention:
 
     def tiles(
         self,
-        query_starts: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
+        query_starts: Ints,
+        context_lens: Ints,
         num_decode: int,  # noqa: ARG002 - they have tiles too
-    ) -> NDArray[np.int32]:
-        return self._prefill.tiles(query_starts, context_lens)
+        visible_ends: Ints | None,
+    ) -> Ints:
+        return self._prefill.tiles(query_starts, context_lens, 0, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self._prefill.captured_tiles(num_tokens) + min(self._max_rows, num_tokens)
@@ -151,5 +148,6 @@ class OneKernelAttention:
         if tiles is None:
             tiles = self._one_token_tiles[: len(step.decode_rows.slots)]
         self._prefill.attend(
-            self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out
-        )
+            self._launcher, self._workspace, qkv, layer_cache, page_table, step.rows, tiles, sinks, out,
+            step.visible_ends,
+        )  # fmt: skip

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.passes.cuda.attention.kernel_limits import check_logits
 from penstock.backend.passes.cuda.attention.step_attention import StepAttention
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
+from penstock.backend.passes.cuda.device.transfers import Ints
 from penstock.backend.passes.cuda.memory.cache_layout import KV_MACRO, CacheLayout
 from penstock.backend.passes.cuda.step.step_rows import CudaStep, RowArrays
 from penstock.backend.passes.ops.interface import KV_BLOCK_VALUES
@@ -65,10 +65,8 @@ class WideAttention:
     def open(self, device: Device) -> None:
         self._launcher = device.launcher
 
-    def tiles(
-        self, query_starts: NDArray[np.int32], context_lens: NDArray[np.int32], num_decode: int
-    ) -> NDArray[np.int32]:
-        return self.others.tiles(query_starts, context_lens, num_decode)
+    def tiles(self, query_starts: Ints, context_lens: Ints, num_decode: int, visible_ends: Ints | None) -> Ints:
+        return self.others.tiles(query_starts, context_lens, num_decode, visible_ends)
 
     def captured_tiles(self, num_tokens: int) -> int:
         return self.others.captured_tiles(num_tokens)

@@ -92,6 +92,10 @@ def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_tokens: int,
     logits = matmul.padded_rows(max_rows) * (config.logits_width + config.hidden_size) * dtype.itemsize
     per_layer = (4 * config.hidden_size + heads.qkv_size) * 2  # in fp32; the factor is a layer norm's bias
     norms = config.num_layers * per_layer + 2 * config.hidden_size
+    if config.rope.axes:
+        per_token += 4 * config.rope.rotary_dim
+    if config.picture_layers:
+        per_token += 4 * config.hidden_size
     return matmul.padded_rows(max_tokens) * per_token + max_rows * per_row + logits + 4 * norms + 16
 
 

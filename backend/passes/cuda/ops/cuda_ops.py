@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
@@ -42,10 +44,17 @@ from penstock.backend.passes.cuda.step.step_rows import CudaStep
 from penstock.backend.passes.ops.interface import AttentionLayer, HeadShape
 
 
+def upload_rows(device: Device, values: NDArray[np.float32], out: Tensor) -> None:
+    """Copy rows of the host to out, without waiting."""
+    # torch reuses pinned memory only after the copy from it has completed.
+    staged = device.pinned(out.numel(), torch.float32).view(out.shape)
+    staged.numpy()[:] = values
+    out.copy_(staged, non_blocking=True)
+
+
 class CudaOps(DeviceWeights):
     """Implements `Ops`. dtype is that of weights and activations. Call `open_cache` before the first step."""
 
-    add_pictures = None
     _token_adapters: Tensor | None = None
     """`CudaStep.adapters` of the current operations."""
 
@@ -143,7 +152,14 @@ class CudaOps(DeviceWeights):
         self._buffers = buffers
         self._page_tables = list(buffers.page_tables)
         self._last_tokens = last_tokens
+        size = self._all.residual.shape if config.picture_layers else (0, 0)
+        self._picture_rows = torch.zeros(size, device=self._device.torch_device)
         self._ropes = ropes
+        if config.rope.axes:
+            self._axes = torch.tensor(config.rope.axes, dtype=torch.int32, device=self._device.torch_device)
+            self._ropes = (ropes[0].new_zeros(len(self._all.residual), config.rope.rotary_dim),)
+            """Of the step's tokens: `Elementwise.turn_tokens` of the rope by position."""
+            self._rope_by_position = ropes[0]
         self._elementwise = Elementwise(
             self._launcher,
             head_shape(config),
@@ -155,6 +171,7 @@ class CudaOps(DeviceWeights):
             layout.page_size_tokens,
             self._device.torch_device,
             config.layer_input_size,
+            ropes_by_token=bool(config.rope.axes),
         )
         self._attention = attention
         self.tiling = attention.get(None) or next(iter(attention.values()))
@@ -183,6 +200,9 @@ class CudaOps(DeviceWeights):
     def begin(self, step: CudaStep) -> None:
         """Start a step: compute what all its layers share."""
         self.resume(step)
+        if step.rope_positions is not None:
+            turns = self._ropes[0][: step.num_tokens]
+            self._elementwise.turn_tokens(self._rope_by_position, step.rope_positions, self._axes, turns)
         if len(step.decode_rows.slots):
             for attention in self._attention.values():
                 attention.begin(step.decode_rows)
@@ -199,6 +219,17 @@ class CudaOps(DeviceWeights):
     def residual_rows(self, first: int, num_rows: int) -> Tensor:
         """Return where to write a prompt's embeddings, before `embed`: [num_rows, hidden] fp32."""
         return self._all.residual[first : first + num_rows]
+
+    def _add_pictures(self, index: int, residual: Residual, step: CudaStep) -> None:
+        width = self._config.hidden_size
+        for given in step.embeddings:
+            rows = given.values.read()[:, (1 + index) * width : (2 + index) * width]
+            if rows.size:  # other embeddings have nothing to add
+                residual.add_pending()
+                upload_rows(self._device, rows, added := self._picture_rows[: len(rows)])
+                residual.values[given.first : given.first + len(rows)].add_(added)
+
+    add_pictures = _add_pictures
 
     def embed(self, table: Tensor | CudaQuantizedLinear, step: CudaStep) -> Residual:
         residual = self._now.residual

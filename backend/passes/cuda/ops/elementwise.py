@@ -28,11 +28,12 @@ _MAX_HEAD_DIM = 32 * _VALUES
 _ROW_NORMS = ("add_rms_norm", "add_layer_norm", "rms_norm_added")
 _ACTIVATIONS = ("silu_mul", "gelu_mul", "gelu", "sigmoid_mul", "gelu_mul_input")
 _GATHER_ROWS = Kernel("step/copies.cu", "gather_rows", (), num_threads=256)
+_TURN_TOKENS = Kernel("step/step.cu", "turn_tokens", (), num_threads=128)
 
 
 def kernels() -> Iterator[Kernel]:
     """Yield all instantiations; see `kernel_manifest`."""
-    yield _GATHER_ROWS
+    yield from (_GATHER_ROWS, _TURN_TOKENS)
     for act in ACT_MACRO.values():
         yield from (_embed(act), *(_norm(act, entry, 256) for entry in _ROW_NORMS), _norm_q_and_k(act))
         yield from (_activation(act, entry) for entry in _ACTIVATIONS)
@@ -72,8 +73,11 @@ class Elementwise:
         page_size_tokens: int,
         device: torch.device,
         input_size: int = 0,
+        *,
+        ropes_by_token: bool = False,
     ) -> None:
-        """input_size: of `DecoderConfig.layer_input_size`."""
+        """input_size: of `DecoderConfig.layer_input_size`. ropes_by_token: `rope_and_store` is given the result of
+        `turn_tokens`."""
         act = ACT_MACRO[dtype]
         self._launcher = launcher
         self._hidden = np.int32(hidden_size)
@@ -94,6 +98,7 @@ class Elementwise:
             make(act, kv_dtype) for make in (_rope_and_store, _rope_and_store_wide)
         )
         self._rotary_dim = np.int32(rotary_dim)
+        self._ropes_by_token = np.int32(ropes_by_token)
         self._page_size = np.int32(page_size_tokens)
         self._head_shape = tuple(map(np.int32, (heads.num_heads, heads.num_kv_heads, heads.head_dim)))
         # The kernel cuts a block of threads into groups of lanes, one group per head.
@@ -106,7 +111,7 @@ class Elementwise:
         """The kernels to pass to `Launcher.prepare`."""
         norms = (self._add_rms_norm, self._add_layer_norm, *self._rms_norm_added.values(), self._norm_q_and_k)
         stores = self._rope_and_store, self._rope_and_store_wide
-        return (self._embed, *norms, *self._activations, *stores, _GATHER_ROWS)
+        return (self._embed, *norms, *self._activations, *stores, _GATHER_ROWS, _TURN_TOKENS)
 
     def embed(
         self,
@@ -162,6 +167,11 @@ class Elementwise:
             int32(k_weight.shape[0]), self._eps,
         )  # fmt: skip
 
+    def turn_tokens(self, rope: Tensor, positions: Tensor, axes: Tensor, out: Tensor) -> None:
+        """out [T, rotary_dim] = each token's [cos | sin] of rope [positions, rotary_dim]: of a pair at the position, of
+        the token's three in positions int32 [3 T], that axes int32 [rotary_dim / 2] names."""
+        self._launcher.launch(_TURN_TOKENS, (len(out), 1, 1), rope, positions, axes, out, self._rotary_dim)
+
     def rope_and_store(
         self,
         qkv: Tensor,
@@ -189,7 +199,7 @@ class Elementwise:
             self._rope_and_store, (qkv.shape[0], self._head_blocks, 1), qkv, q_norm, k_norm, query_table, table,
             layer_cache, page_table, rows.query_starts, rows.context_lens, rows.slots, num_rows, max_pages,
             self._page_size, int32(qkv.shape[1] // int(self._head_shape[-1])), *self._head_shape,
-            self._rotary_dim if rope is not None else int32(0), head_norm, self._eps,
+            self._rotary_dim if rope is not None else int32(0), head_norm, self._ropes_by_token, self._eps,
         )  # fmt: skip
 
     def rope_and_store_wide(

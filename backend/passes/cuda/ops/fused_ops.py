@@ -143,6 +143,7 @@ class FusedCudaOps(CudaOps):
             self._launcher, self._device.torch_device, head_shape(config), config.hidden_size,
             config.rope.rotary_dim, config.norm_eps, layout,
             CLAIMING_BLOCKS * self._device.num_sms if self.claims_products else 0,
+            ropes_by_token=bool(config.rope.axes),
         )  # fmt: skip
 
     def kernels(self) -> Iterator[Kernel]:

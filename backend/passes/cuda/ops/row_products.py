@@ -100,13 +100,17 @@ class RowProducts:
         eps: float,
         layout: CacheLayout,
         claiming_blocks: int = 0,
+        *,
+        ropes_by_token: bool = False,
     ) -> None:
-        """claiming_blocks: with few rows, so many blocks claim the tiles of gate and up, and of logits; 0: none do."""
+        """claiming_blocks: with few rows, so many blocks claim the tiles of gate and up, and of logits; 0: none do.
+        ropes_by_token: as of `Elementwise`."""
         self._launcher = launcher
         self._claiming_blocks = claiming_blocks
         self._claims = torch.zeros(1, dtype=torch.int32, device=device)
         self._heads = heads
         self._rotary_dim = rotary_dim
+        self._ropes_by_token = ropes_by_token
         self._eps = np.float32(eps)
         self._page_size_tokens = layout.page_size_tokens
         self._tile = _tile(hidden_size)
@@ -200,7 +204,7 @@ class RowProducts:
         sizes = (
             len(qkv), rows.values.shape[1], rows.squares.shape[1], page_table.shape[1], self._page_size_tokens,
             heads.num_heads, heads.num_kv_heads, heads.head_dim, 0 if rope is None else self._rotary_dim,
-            norms is not None,
+            norms is not None, self._ropes_by_token,
         )  # fmt: skip
         tile = _OUTPUT_TILES[len(qkv) <= _FEW_ROWS]
         kernel = _store(self._kv_dtype, tile, form_of(linear))

@@ -127,14 +127,17 @@ class StepBuffers:
             logit_tokens=self.logit_tokens[:num_logits],
             is_decode_only=num_decode == num_logits == batch.num_rows,
             is_scored=batch.scored is not None,
+            rope_positions=self._rope_positions(batch.num_tokens),
             adapters=None if batch.adapters is None else self.adapters[: batch.num_tokens],
         )
 
     def decode_step(self, num_rows: int, *, has_adapters: bool = False) -> CudaStep:
         """Return a step of num_rows decodes, at the addresses that a graph reads."""
         rows, logit_rows = self.rows.cut(num_rows), self.logit_rows.cut(num_rows)
-        adapters = self.adapters[:num_rows] if has_adapters else None
-        return CudaStep(num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True, adapters=adapters)
+        return CudaStep(
+            num_rows, rows, rows, None, logit_rows, self.logit_tokens[:num_rows], True,
+            rope_positions=self._rope_positions(num_rows), adapters=self.adapters[:num_rows] if has_adapters else None,
+        )  # fmt: skip
 
     def mixed_step(self, num_tokens: int, num_tiles: int) -> CudaStep:
         """Like `decode_step`, for a mixed step without its logits."""
@@ -146,7 +149,13 @@ class StepBuffers:
             logit_rows=self.logit_rows.cut(0),
             logit_tokens=self.logit_tokens[:0],
             is_decode_only=False,
+            rope_positions=self._rope_positions(num_tokens),
         )
+
+    def _rope_positions(self, num_tokens: int) -> Tensor | None:
+        """Those behind the ids of a step with this many tokens."""
+        start = self._places["ids"].start
+        return self.uplink.block[start + num_tokens : start + 4 * num_tokens] if self._limits.has_axes else None
 
     def _view(self, name: str) -> Tensor:
         return self.uplink.block[self._places[name]]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from penstock.backend.forward_pass import EmbeddedTokens
+
 
 @dataclass(frozen=True, slots=True)
 class RowArrays:
@@ -40,5 +42,11 @@ class CudaStep:
     """Every row has one token and needs its logits."""
     is_scored: bool = False
     """Tokens are scored: the last layer computes all tokens, like the layers before it."""
+    rope_positions: Tensor | None = None
+    """`StepBatch.rope_positions`, flat, also of text; None for models whose pictures have no axes."""
+    embeddings: tuple[EmbeddedTokens, ...] = ()
+    """Those that the first layers add to, see `PassSpec.picture_layers`; no captured step has any."""
+    visible_ends: Tensor | None = None
+    """As in StepBatch; no captured step has them."""
     adapters: Tensor | None = None
     """int32 [num_tokens], -1 for none; None if no token has one."""

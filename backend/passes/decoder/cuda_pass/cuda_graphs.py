@@ -67,7 +67,7 @@ def num_nodes_of(config: DecoderConfig, matmul: Matmul, num_rows: int) -> int:
     of_rules = 0 if config.delta_net is None else sum(config.delta_net.layers) * (launches + LAUNCHES_OF_RULES)
     softcap = 0 if config.scales.logits_softcap is None else 3
     of_experts = sum(config.layer_has_experts) * (launches + LAUNCHES_OF_EXPERTS)
-    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + 4
+    return per_layer * config.num_layers + of_experts + of_rules + launches + softcap + bool(config.rope.axes) + 4
 
 
 class StepGraphs:

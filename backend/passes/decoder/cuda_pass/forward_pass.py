@@ -27,6 +27,7 @@ from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_li
 from penstock.backend.passes.cuda.memory import page_moves
 from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, StateCopies, TokenCosts, open_pool
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
+from penstock.backend.passes.cuda.ops.cuda_ops import upload_rows
 from penstock.backend.passes.cuda.ops.fused_ops import make_ops
 from penstock.backend.passes.cuda.step import step_buffers
 from penstock.backend.passes.cuda.step.step_buffers import StepBuffers, count_decode_rows
@@ -295,15 +296,8 @@ class CudaDecoderPass(LoadsAdapters):
         self._device.synchronize()
         self._ops.close()
         self._moves.close()
-        del (
-            self._graphs,
-            self._adapted_graphs,
-            self._mixed_graphs,
-            self._buffers,
-            self._sampling,
-            self._model,
-            self._states,
-        )
+        del self._graphs, self._adapted_graphs, self._mixed_graphs
+        del self._buffers, self._sampling, self._model, self._states
         if self.shared_weights is not None:
             self.shared_weights.close()
         self._memory.unmap()
@@ -311,7 +305,9 @@ class CudaDecoderPass(LoadsAdapters):
 
     def _forward(self, batch: StepBatch) -> Tensor:
         num_logits: int = batch.logit_rows.shape[0] if batch.drafts is None else batch.num_sampled
-        is_decode_only = batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
+        ends = NO_INTS if batch.visible_ends is None else batch.visible_ends
+        may_replay = not ends.size and not (batch.embeddings and self._config.picture_layers)
+        is_decode_only = may_replay and batch.input_ids.shape[0] == num_logits == batch.context_lens.shape[0]
         num_decode = num_logits if is_decode_only else count_decode_rows(batch)
         graphs = self._graphs if batch.adapters is None else self._adapted_graphs
         num_padded = graphs.size_for(num_logits) if is_decode_only else None
@@ -319,13 +315,14 @@ class CudaDecoderPass(LoadsAdapters):
         restores, copies = self._moves.pack(batch)
         tiles, mixed = NO_INTS, None
         if not is_decode_only:
-            tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode)
-            mixed = self._mixed_graphs.fit(batch, num_decode, tiles)
+            tiles = self._ops.tiling.tiles(batch.query_starts, batch.context_lens, num_decode, batch.visible_ends)
+            mixed = self._mixed_graphs.fit(batch, num_decode, tiles) if may_replay else None
         own_tiles = tiles if mixed is None else NO_INTS
-        parts = [updates, restores, copies, *self._states.pack(batch), own_tiles, *self._sampling.parts(batch)]
+        parts = [updates, restores, copies, *self._states.pack(batch), own_tiles, ends, *self._sampling.parts(batch)]
         is_drawn = num_padded is not None and self._sampling.is_redrawable
         sent = self._buffers.load(batch, num_padded or 0, parts, mixed, is_drawn=is_drawn)
-        device_updates, device_restores, device_copies, of_states, state_saves, device_tiles, *sampling_parts = sent
+        device_updates, device_restores, device_copies, of_states, state_saves, *rest = sent
+        device_tiles, device_ends, *sampling_parts = rest
         self._sampling.begin(device_updates, num_updates, sampling_parts, is_drawn=is_drawn)
         self._moves.run(device_restores, device_copies)
         self._states.restore(of_states)
@@ -338,6 +335,9 @@ class CudaDecoderPass(LoadsAdapters):
                 stored = self._mixed_graphs.replay(mixed, num_logits, is_scored=batch.scored is not None)
             else:
                 step = self._buffers.step(batch, num_decode, device_tiles if len(tiles) else None)
+                if not may_replay:
+                    visible_ends = device_ends if ends.size else None
+                    step = replace(step, is_decode_only=False, embeddings=batch.embeddings, visible_ends=visible_ends)
                 self._ops.begin(step)
                 stored = *self._model.store_tokens(step), step
             if num_logits or batch.scored is not None:
@@ -386,10 +386,7 @@ class CudaDecoderPass(LoadsAdapters):
         if given.values.device_reads:
             given.values.copy_to(DeviceRows(rows.data_ptr(), self._device.stream))
         else:
-            # torch reuses pinned memory only after the copy from it has completed.
-            staged = self._device.pinned(rows.numel(), torch.float32).view(rows.shape)
-            staged.numpy()[:] = given.values.read()
-            rows.copy_(staged, non_blocking=True)
+            upload_rows(self._device, given.values.read()[:, : rows.shape[1]], rows)
         if self._config.scales.given_embeddings != 1.0:
             rows.mul_(self._config.scales.given_embeddings)
 

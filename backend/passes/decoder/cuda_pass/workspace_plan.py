@@ -303,9 +303,17 @@ def attention_by_window(
     Raises ValueError for what no kernel supports.
     """
     scale, softcap, choices = config.score_scale, config.scales.scores_softcap or 0.0, sizes.choices
+    # With two kernels a row's bits would depend on whether its step has a picture. All layers have the same tiles, so
+    # they fit both kernels.
+    has_pictures = config.pictures_see_whole != "nowhere"
+    may_use_wgmma = has_wgmma and not (has_pictures and (sizes.deterministic or layout.head_dim > 128))
 
-    def make_attention(window_tokens: int) -> StepAttention:
-        prefill = PrefillAttention(layout, config.num_heads, scale, window_tokens, softcap, choices, has_wgmma, num_sms)
+    def make_attention(window: int | None) -> StepAttention:
+        window_tokens, sees_ahead = window or 0, config.sees_whole_pictures(layer_windows(config).index(window))
+        prefill = PrefillAttention(
+            layout, config.num_heads, scale, window_tokens, softcap, choices, may_use_wgmma,
+            num_sms=num_sms, sees_ahead=sees_ahead,
+        )  # fmt: skip
         prefill_sizes = prefill.workspace_sizes(sizes.max_tokens, sizes.max_context_tokens)
         if sizes.deterministic:
             return OneKernelAttention(prefill, prefill_sizes, sizes.max_logits)
@@ -319,7 +327,7 @@ def attention_by_window(
     windows = dict.fromkeys(layer_windows(config))
     full_layout = make_full_layout(config, layout)
     if full_layout is None:
-        return {window: make_attention(window or 0) for window in windows}
+        return {window: make_attention(window) for window in windows}
     others: dict[int | None, StepAttention] = {
         window: make_attention(window) for window in windows if window is not None
     }
@@ -360,11 +368,13 @@ def step_limits(
         + 4 * MAX_PAGE_MOVES
         + sizes.max_rows * (1 + MAX_NAMED_LOGPROBS)
         + 2 * sizes.max_tokens  # scored tokens, and those that follow them
+        + sizes.max_tokens * (config.pictures_see_whole != "nowhere")
         + 5 * sizes.max_verified  # slots of positions, and rows with drafts
         + 4 * sizes.max_rows  # restored and saved states
-        + 40,
+        + 44,
         num_groups=len(groups_of(config, sizes).windows),
         mixed_tokens=mixed_tokens,
+        has_axes=bool(config.rope.axes),
         has_adapters=sizes.adapter_bytes > 0,
         mixed_tiles=most_captured_tiles(mixed_tokens, group, sizes.max_rows) if mixed_tokens else 0,
         max_verified=sizes.max_verified,

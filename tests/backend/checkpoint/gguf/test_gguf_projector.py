@@ -139,7 +139,7 @@ def test_other_projectors_are_refused_by_name(
     later = GgufFile("clip", {"clip.projector_type": "mlp"})
     later.tensors["model.image_newline"] = np.ones(64, np.float32), gguf.GGMLQuantizationType.F32
     with pytest.raises(StartupError, match=r"model\.image_newline is of LLaVA 1\.6"):
-        read_projector(later.write(tmp_path / "later.gguf"), 64)
+        read_projector(later.write(tmp_path / "later.gguf"), {"hidden_size": 64})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(StartupError, match=r"--mmproj is .*; it belongs to a GGUF model"):
         resolve_config(str(tmp_path), projector=path)
@@ -202,10 +202,10 @@ def test_sizes_in_the_metadata_are_checked(
     for name in ("v.blk.1.ln1.bias", "mm.2.bias"):
         file.tensors[name] = np.zeros(64 if projector != "mlp" else 8, np.float32), gguf.GGMLQuantizationType.F32
     if projector != "mlp":
-        read_projector(file.write(tmp_path / "good.gguf"), 64)
+        read_projector(file.write(tmp_path / "good.gguf"), {"hidden_size": 64})
     file.metadata[f"clip.vision.{key}"] = value
     with pytest.raises(StartupError, match=message):
-        read_projector(file.write(tmp_path / "bad.gguf"), 64)
+        read_projector(file.write(tmp_path / "bad.gguf"), {"hidden_size": 64})
 
 
 def test_smallest_projector_that_is_not_quantised_is_preferred() -> None:

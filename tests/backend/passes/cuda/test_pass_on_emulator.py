@@ -276,7 +276,7 @@ def test_a_short_chunk_after_a_long_history_equals_the_cpu_pass(architecture: st
         logits.append(driver.step([(row, 5)])[row.slot])
     row.computed = 2528
     batch = driver.build([(row, 5)])
-    tiles = emulated._ops.tiling.tiles(batch.query_starts, batch.context_lens, 0)
+    tiles = emulated._ops.tiling.tiles(batch.query_starts, batch.context_lens, 0, None)
     assert tiles[:, 2].tolist() == [0, 2048]
     assert np.sqrt(np.mean((logits[1] - logits[0]) ** 2) / np.mean(logits[0] ** 2)) < 3e-3
 

@@ -211,21 +211,28 @@ def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) 
     num_values = sum(parameter.numel() for parameter in empty_model(read_config(tmp_path)).parameters())
     assert described.weight_bytes == served.spec.weight_bytes + 4 * num_values
     served._spec = replace(served.spec, max_picture_bytes=tower.max_picture_bytes)
+    check_answers(served, model, oracle, sees_whole=described.whole_picture_tokens > 0)
+
+
+def check_answers(served: Any, model: Model, oracle: Any, *, sees_whole: bool, **options: Any) -> None:
+    """Of one prompt with pictures of all sizes, beside text."""
+    tower = served.picture_tower
     stepped, memory = SteppedTower(tower), Pixels()
     bench = Bench(
         forward_pass=served,
         num_pages=128,
         max_running=4,
         max_batch_tokens=20,
-        vocab_size=256,
+        vocab_size=served.spec.vocab_size,
         make_pictures=lambda scheduler, delivery: PictureDesk(
             stepped,
             PictureCache(1 << 20),
             4 * 64,
             scheduler.pictures,
             delivery,
-            sees_whole=described.whole_picture_tokens > 0,
+            sees_whole=sees_whole,
         ),
+        **options,
     )
     generator = np.random.default_rng(3)
     pixels = [generator.integers(0, 256, (tiles, 3, height, width), np.uint8) for tiles, height, width in model.sizes]

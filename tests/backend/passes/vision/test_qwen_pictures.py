@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,24 +60,25 @@ TOWERS: dict[str, dict[str, Any]] = {
 GRIDS = [(1, 4, 6), (1, 10, 2), (1, 2, 2)]
 
 
-def make_config(name: str) -> Any:
+def make_config(name: str, tower: dict[str, Any] | None = None, **more_settings: Any) -> Any:
     preset = PRESETS[name]
     assert preset.text_config is not None
     text = {key: value for key, value in (COMMON | preset.settings).items() if key != "tie_word_embeddings"}
     if name.startswith("qwen3.5"):
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [3, 3, 2]}
+    text |= more_settings
     return getattr(transformers, preset.config)(
         text_config=getattr(transformers, preset.text_config)(**text).to_dict(),
-        vision_config=dict(TOWERS[name]),
+        vision_config=TOWERS[name] | (tower or {}),
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
 
 
-def make_oracle(name: str, out_dir: Path) -> Any:
-    """A random model, saved with the processor's settings."""
+def make_oracle(name: str, out_dir: Path, tower: dict[str, Any] | None = None, **more_settings: Any) -> Any:
+    """A random model, saved with the processor's settings. more_settings: of its text model; tower: of the tower."""
     torch.manual_seed(5)
-    oracle = getattr(transformers, PRESETS[name].model)(make_config(name))
+    oracle = getattr(transformers, PRESETS[name].model)(make_config(name, tower, **more_settings))
     with torch.no_grad():
         for name, parameter in oracle.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -121,18 +123,18 @@ class Prompt:
 
 
 class QwenBench(Bench):
-    def __init__(self, directory: Path, cpu_path: str = "auto", **options: Any) -> None:
+    def __init__(self, directory: Path, load: Callable[[Path, PassOptions], Any] = DecoderPass.load, **options: Any):
         self.memory = Pixels()
-        passed = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16, cpu_path=cpu_path)
+        passed = PassOptions(dtype="fp32", max_running=4, max_batch_tokens=16)
         self.described = DecoderPass.describe(directory, passed)
-        self.served: Any = DecoderPass.load(directory, passed)
+        self.served = load(directory, passed)
         self.tower = SteppedTower(self.served.picture_tower)
         self.served._spec = replace(self.served.spec, max_picture_bytes=self.described.max_picture_bytes)
         row_bytes = 4 * 64 * (1 + self.served.spec.picture_layers)
         super().__init__(
             forward_pass=self.served,
             max_running=4,
-            vocab_size=256,
+            vocab_size=self.served.spec.vocab_size,
             make_pictures=lambda scheduler, delivery: PictureDesk(
                 self.tower, PictureCache(1 << 20), row_bytes, scheduler.pictures, delivery
             ),

@@ -81,6 +81,7 @@ def small_checks(shared_bytes: int) -> Iterator[Check]:
         yield check_of("encoder", f"small.{name}", encoder.check_attention, case=local)
     yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
     yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
+    yield _prefill("fp8", 128, 2, 32, ((35, 60), (2035, 30)), sees_ahead=True)
     case = DeltaCase.of(64, 16, torch.bfloat16)
     yield check_of("delta_net", "small", delta_net.check_delta, case=case)
     yield check_of("wide", "small", wide.check_wide, case=WideCase(512, "q8_0", torch.bfloat16))

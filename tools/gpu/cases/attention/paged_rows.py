@@ -94,9 +94,19 @@ class PagedRows:
         sinks = torch.linspace(3.0, -1.0, heads.num_heads).masked_fill(has_none, -torch.inf)
         return cls(heads, rows, arrays, qkv, layer_cache, page_table, sinks)
 
-    def expected(self, scale: float, window_tokens: int, softcap: float) -> Tensor:
+    def visible_ends(self) -> Tensor:
+        """`StepBatch.visible_ends` of a step in which positions 30 n + 5 to 30 n + 24 are a picture."""
+        ends = []
+        for row in self.rows:
+            own = torch.arange(row.history, row.end)
+            first = own - own % 30 + 5
+            is_picture = (own >= first) & (own < first + 20) & (first >= row.history) & (first + 20 <= row.end)
+            ends.append(torch.where(is_picture, first + 20, own + 1))
+        return torch.cat(ends).int()
+
+    def expected(self, scale: float, window_tokens: int, softcap: float, *, sees_ahead: bool = False) -> Tensor:
         """[T, num_heads, head_dim] float64"""
-        outputs = []
+        outputs, ends = [], self.visible_ends()
         for row, start in zip(self.rows, self.arrays.query_starts.tolist(), strict=False):
             _, k, v = _draw(self.heads, row)
             keys, values = (encode(x, self.heads.layout.kv_dtype)[2] for x in (k, v))
@@ -105,7 +115,8 @@ class PagedRows:
             if softcap:
                 logits = softcap * torch.tanh(logits / softcap)
             behind = torch.arange(row.history, row.end)[:, None] - torch.arange(row.end)
-            unseen = (behind < 0) | (behind >= (window_tokens or row.end))
+            ahead = torch.arange(row.end) >= ends[start : start + row.length, None] if sees_ahead else behind < 0
+            unseen = ahead | (behind >= (window_tokens or row.end))
             logits = logits.masked_fill(unseen[:, None, None], -torch.inf)
             sinks = self.sinks.double().view(1, -1, self.heads.group, 1).expand(*logits.shape[:3], 1)
             weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]

@@ -39,9 +39,10 @@ def attention_of(
     choices: KernelChoices = CONSTANTS,
     has_wgmma: bool = False,
     num_sms: int = 2,
+    sees_ahead: bool = False,
 ) -> PrefillAttention:
-    layout = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype)
-    return PrefillAttention(layout, kv_heads * group, head_dim**-0.5, window, softcap, choices, has_wgmma, num_sms)
+    layout, num_heads = CacheLayout(1, 0, page_size, kv_heads, head_dim, kv_dtype), kv_heads * group
+    return PrefillAttention(layout, num_heads, head_dim**-0.5, window, softcap, choices, has_wgmma, num_sms, sees_ahead)
 
 
 def rows_of(*shapes: tuple[int, int]) -> list[Row]:
@@ -62,16 +63,17 @@ def run(
     tiles: NDArray[np.int32] | None = None,
 ) -> Tensor:
     """Run the kernel. Returns [T, H, D], NaN in rows before first_row. tiles: the attention's own, if None."""
-    arrays = step.arrays
+    arrays, ends = step.arrays, step.visible_ends() if attention.sees_ahead else None
     out = torch.full((len(step.qkv), attention.num_heads, attention.layout.head_dim), torch.nan, dtype=step.qkv.dtype)
     if tiles is None:
-        tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row)
+        visible_ends = None if ends is None else ends.numpy()
+        tiles = attention.tiles(arrays.query_starts.numpy(), arrays.context_lens.numpy(), first_row, visible_ends)
     workspace = attention.workspace_sizes(len(out), max(row.end for row in step.rows)).make("cpu")
     for tensor in (workspace.merged_sums, workspace.merged_peaks, workspace.part_sums, workspace.part_peaks):
         tensor.fill_(torch.nan)
     attention.attend(
         launcher, workspace, step.qkv.flatten(1), step.layer_cache, step.page_table, arrays, torch.from_numpy(tiles),
-        step.sinks, out,
+        step.sinks, out, ends,
     )  # fmt: skip
     require("the kernel left tickets that are not zero", not workspace.tickets.any())
     return out
@@ -79,7 +81,8 @@ def run(
 
 def error_of(attention: PrefillAttention, step: PagedRows, out: Tensor) -> float:
     """The largest relative error of any query in a result of `run`: an average would hide a missing token."""
-    expected = step.expected(attention.scale, attention.window_tokens, attention.softcap)
+    settings = attention.scale, attention.window_tokens, attention.softcap
+    expected = step.expected(*settings, sees_ahead=attention.sees_ahead)
     return relative_error(out, expected)
 
 

@@ -38,6 +38,7 @@ class RowCase:
     rotary_dim: int = 64
     has_head_norms: bool = False
     claiming_blocks: int = 0
+    ropes_by_token: bool = False
     form: str | None = None
     """Form of the weights, one of `quantized.FORMS`; None for bf16."""
 
@@ -63,9 +64,8 @@ class RowCase:
         return (y if linear.bias is None else y + linear.bias.double()) * linear.scale
 
     def products(self, launcher: Launcher) -> RowProducts:
-        made = RowProducts(
-            launcher, CPU, self.heads, self.hidden, self.rotary_dim, EPS, self.layout, self.claiming_blocks
-        )
+        sizes = self.heads, self.hidden, self.rotary_dim, EPS, self.layout, self.claiming_blocks
+        made = RowProducts(launcher, CPU, *sizes, ropes_by_token=self.ropes_by_token)
         launcher.prepare(made.kernels([None if self.form is None else FORMS[self.form]]))
         return made
 
@@ -145,7 +145,8 @@ def check_store(launcher: Launcher, case: RowCase) -> float:
     linear = case.linear(heads.qkv_size, case.hidden, seed=7)
     step = RowArrays(torch.arange(case.num_rows + 1, dtype=torch.int32), *_positions(case))
     page_table = torch.arange(1, case.num_rows + 1, dtype=torch.int32)[:, None]
-    ropes = rope_rows(_PAGE_SIZE_TOKENS, case.rotary_dim), 1.5 * rope_rows(_PAGE_SIZE_TOKENS, case.rotary_dim)
+    rope = rope_rows(max(_PAGE_SIZE_TOKENS, case.num_rows), case.rotary_dim)
+    ropes = rope, 1.5 * rope
     norms = (case.random(heads.head_dim, seed=8), case.random(heads.head_dim, seed=9)) if case.has_head_norms else None
     q_size = heads.output_size
 
@@ -162,7 +163,8 @@ def check_store(launcher: Launcher, case: RowCase) -> float:
     error = _close("q, k and v", plain, case.product(finished(case.begun(products)), linear))
     qkv, cache = run(rotates=True)
     require_same_bits("k and v beside the cache", qkv[:, q_size:], plain[:, q_size:])
-    kernels = make(launcher, ROW_DTYPE, heads, case.hidden, case.rotary_dim, case.kv_dtype, _PAGE_SIZE_TOKENS)
+    sizes = case.hidden, case.rotary_dim, case.kv_dtype, _PAGE_SIZE_TOKENS
+    kernels = make(launcher, ROW_DTYPE, heads, *sizes, ropes_by_token=case.ropes_by_token)
     expected_cache = torch.full_like(cache, 0x55)
     kernels.rope_and_store(plain, expected_cache, page_table, step, ropes[0], norms, ropes[1])
     require_same_bits("the queries", qkv, plain)

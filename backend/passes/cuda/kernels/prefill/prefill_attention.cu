@@ -5,7 +5,7 @@
 // tile of keys that a row may not see leaves every bit of the row's state unchanged. So a row's result depends only on
 // its position, its query and the keys and values up to that position, not on its place in a tile, a chunk or a step.
 //
-// Macros: HEAD_DIM, KV_DTYPE (bf16, or quantised and then multiplied as fp16).
+// Macros: HEAD_DIM, KV_DTYPE (bf16, or quantised and then multiplied as fp16), SEES_AHEAD.
 
 #include "prefill/prefill_masks.cuh"
 #include "prefill/prefill_quantised.cuh"
@@ -21,34 +21,41 @@ using Stream = QuantisedKvStream<kThreads, kTokens>;
 // fp16). layer: start of this layer's pages. tiles [grid.y, 4]: see PrefillStep; then -1 if the block goes through all
 // segments, or the first position of its only one, and this segment's slot; a tile's slots follow each other. sinks [q
 // heads]: a score of each head that takes part in the softmax and has no value; -infinity for none. window, soft_cap: 0
-// for none. merged_sums, merged_peaks: SegmentResults of rows [tokens, q heads]; part_sums, part_peaks: of rows [slots,
+// for none. visible_ends: see PrefillStep. merged_sums, merged_peaks: SegmentResults of rows [tokens, q heads]; part_sums, part_peaks: of rows [slots,
 // kv heads, kQueryRows]; tickets [slots, kv heads], 0 before and after. They are not accessed with a window, or if all
 // positions are in the first segment.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     prefill_attention(void* out, const void* qkv, unsigned char* layer, const int* page_table, const int* context_lens,
                       const int* query_starts, const int* slots, const int* tiles, const float* sinks,
                       float* merged_sums, float2* merged_peaks, float* part_sums, float2* part_peaks, unsigned* tickets,
-                      int act, int row_heads, int max_pages, int page_bits, int group, int window, float scale, float soft_cap) {
+                      const int* visible_ends, int act, int row_heads, int max_pages, int page_bits, int group, int window,
+                      float scale, float soft_cap) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ int is_last;
     const PrefillStep step{page_table, context_lens, query_starts,
                            slots,      tiles,        max_pages,
-                           group,      window > 0 ? window : 1 << 30};
+                           group,      window > 0 ? window : 1 << 30, visible_ends};
     if (step.is_padding(int(blockIdx.y))) return;
     const QueryTile<kQueryRows> tile(step, int(blockIdx.y));
     const int warp_row = int(threadIdx.x / 32 * kWarpRows);
     const int warp_first = tile.position(warp_row);
     const int warp_last = warp_row < tile.num_rows ? tile.position(warp_row + kWarpRows - 1) : -1;
+    // The last positions that all and any of the rows see.
+    const int all_see = SEES_AHEAD ? tile.last_seen(warp_row) : warp_first;
+    const int one_sees = SEES_AHEAD && warp_last >= 0 ? tile.last_seen(warp_row + kWarpRows - 1) : warp_last;
 
     unsigned char* queries = shared;
     int* positions = reinterpret_cast<int*>(shared + kQueryRows * kChunks * 16);
     load_queries(queries, tile, qkv, row_heads, act, int(blockIdx.x), int(threadIdx.x));
-    if (threadIdx.x < kQueryRows) positions[threadIdx.x] = tile.position(int(threadIdx.x));
+    if (threadIdx.x < kQueryRows) {
+        positions[threadIdx.x] = tile.position(int(threadIdx.x));
+        if (SEES_AHEAD) positions[kQueryRows + threadIdx.x] = tile.last_seen(int(threadIdx.x));
+    }
     // The tiles are those of a layer without a window.
     if (window > 0 && tiles[4 * blockIdx.y + 2] > 0) return;
     const Task task = task_of_block();
     const KeyRange range(step, task.tile, tile, window);
-    Stream stream(shared + kQueryRows * (kChunks * 16 + 4),
+    Stream stream(shared + kQueryRows * (kChunks * 16 + (SEES_AHEAD ? 8 : 4)),
                   KvPlaces(layer, task, tile.pages, page_bits, range.begin, range.end));
 
     Sums sums;
@@ -59,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         const int stop = range.stop(first, window);
         for (; first < stop; first += kTokens) {
             const int last = first + kTokens - 1;
-            const bool sees_some = first <= warp_last && last > warp_first - step.window;
-            const bool sees_all = last <= warp_first && first > warp_last - step.window;
+            const bool sees_some = first <= one_sees && last > warp_first - step.window;
+            const bool sees_all = last <= all_see && first > warp_last - step.window;
             Weights weights;
             const unsigned char* keys = stream.next<kKeys>(first);
             if (sees_some) {

@@ -138,7 +138,7 @@ struct KeyRange {
                                         int window)
         : part(window > 0 ? -1 : step.tiles[4 * number + 2]) {
         begin = part >= 0 ? part : max(0, tile.position(0) - step.window + 1);
-        const int last_end = tile.position(kQueryRows - 1) + 1;
+        const int last_end = tile.last_seen(kQueryRows - 1) + 1;
         end = part >= 0 ? min(last_end, segment_end(part)) : last_end;
     }
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ void finish_task(void* out, const PrefillStep& step, 
         const PartRows own_rows{slot * stride + task.kv_head * kQueryRows};
         const PartRows first_rows{first_slot * stride + task.kv_head * kQueryRows};
         parts.add(sums, references, totals, own.num_rows, false, to_log2, own_rows);
-        const int num_segments = segment_number(own.position(kQueryRows - 1)) + 1;
+        const int num_segments = segment_number(own.last_seen(kQueryRows - 1)) + 1;
         unsigned* ticket = workspace.tickets + first_slot * task.num_kv_heads + task.kv_head;
         sync_threads();
         if (threadIdx.x == 0) *is_last = take_ticket(ticket) + 1 == unsigned(num_segments);

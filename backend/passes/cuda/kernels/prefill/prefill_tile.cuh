@@ -3,12 +3,18 @@
 // A step row of n tokens has n · group query rows for one kv head, numbered token · group + head of the group. A tile
 // has up to NUM_ROWS of them, in order. Tiles of keys and values begin at multiples of their size, counted from
 // position 0. So a query row sees the same tiles in the same order, wherever its own tile begins.
+//
+// Macro SEES_AHEAD: tokens of pictures see tokens behind them too.
 
 #pragma once
 
 #include "common/reduce.cuh"
 #include "common/sinks.cuh"
 #include "common/values.cuh"
+
+#ifndef SEES_AHEAD
+#define SEES_AHEAD 0
+#endif
 
 // The position, in chunks, of 16-byte chunk `chunk` of row `row` in a tile with CHUNKS chunks per row. It is permuted
 // so that the same chunk of 8 rows falls into different banks.
@@ -27,6 +33,7 @@ struct PrefillStep {
     int max_pages;     // in a row of page_table
     int group;
     int window;  // 2^30 for none
+    const int* visible_ends;  // [tokens] position behind the last that each sees; read if SEES_AHEAD
 
     // Whether the tile's row has no slot. It then has no sequence, and its output does not change.
     __device__ __forceinline__ bool is_padding(int tile) const { return slots[tiles[4 * tile]] < 0; }
@@ -40,11 +47,13 @@ template <int NUM_ROWS> struct QueryTile {
     int context;       // position of that token
     const int* pages;  // of its sequence
     int length;        // of the sequence, with the step row's tokens
+    const int* ends;   // visible_ends of the step row; not of rows that are computed whole
 
     __device__ __forceinline__ QueryTile(const PrefillStep& step, int tile) : group(step.group) {
         const int row = step.tiles[4 * tile];
         first = step.tiles[4 * tile + 1];
         first_token = step.query_starts[row];
+        ends = SEES_AHEAD ? step.visible_ends + first_token : nullptr;
         context = step.context_lens[row];
         pages = step.page_table + (long long)(step.slots[row]) * step.max_pages;
         const int num_tokens = step.query_starts[row + 1] - first_token;
@@ -54,7 +63,7 @@ template <int NUM_ROWS> struct QueryTile {
 
     // Of rows that are computed whole: a token's position is its place in its row. tile: step row, first query row.
     __device__ __forceinline__ QueryTile(const int* row_starts, const int* tile)
-        : first(tile[1]), group(1), first_token(row_starts[tile[0]]), context(0), pages(nullptr) {
+        : first(tile[1]), group(1), first_token(row_starts[tile[0]]), context(0), pages(nullptr), ends(nullptr) {
         length = row_starts[tile[0] + 1] - first_token;
         num_rows = min(NUM_ROWS, length - first);
     }
@@ -62,6 +71,11 @@ template <int NUM_ROWS> struct QueryTile {
     // Rows that do not exist have the position of the last one.
     __device__ __forceinline__ int position(int row) const {
         return context + unsigned(first + min(row, num_rows - 1)) / unsigned(group);
+    }
+
+    // The last position that the row sees. It does not fall from row to row.
+    __device__ __forceinline__ int last_seen(int row) const {
+        return SEES_AHEAD ? ends[position(row) - context] - 1 : position(row);
     }
 
     __device__ __forceinline__ int head_of_group(int row) const { return int(unsigned(first + row) % unsigned(group)); }

@@ -14,7 +14,8 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
                        const float* __restrict__ key_rope, unsigned char* layer, const int* page_table,
                        const int* context_lens, const int* slots, unsigned* tickets, int num_rows, int inputs,
                        int num_parts, int max_pages, int page_size, int num_heads, int num_kv_heads, int head_dim,
-                       int rotary_dim, int has_norm, float eps, int has_bias, float scale, int blocks) {
+                       int rotary_dim, int has_norm, int ropes_by_token, float eps, int has_bias, float scale,
+                       int blocks) {
     extern __shared__ uint4 ring[];
     __shared__ float factors[kStreamRows];
     __shared__ int row_slots[kStreamRows], row_positions[kStreamRows];
@@ -48,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     for_each_sum(num_rows, store.lanes(), [&](int row, int lane, bool is_present) {
         const int slot = is_present ? row_slots[row] : -1, position = slot >= 0 ? row_positions[row] : 0;
         Act* source = qkv + row * outputs + head * head_dim + lane * 8;
-        store(source, head, lane, slot >= 0 && lane * 8 < head_dim, slot, position);
+        const int turn = ropes_by_token && slot >= 0 ? row : position;
+        store(source, head, lane, slot >= 0 && lane * 8 < head_dim, slot, position, turn);
     });
 }

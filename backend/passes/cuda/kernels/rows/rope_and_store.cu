@@ -8,14 +8,15 @@
 constexpr int kThreads = 256;
 
 // qkv [T, row_heads, head_dim]: queries first, keys and values last; query_starts [num_rows + 1]; context_lens and slots [num_rows]; a
-// slot of -1 is padding. The others as in HeadStore. Blocks: x tokens, y heads.
+// slot of -1 is padding; ropes_by_token: their rows are those of tokens, not of positions. The others as in HeadStore.
+// Blocks: x tokens, y heads.
 extern "C" __global__ void __launch_bounds__(kThreads, 2)
     rope_and_store(Act* __restrict__ qkv, const float* __restrict__ q_norm, const float* __restrict__ k_norm,
                    const float* __restrict__ query_rope, const float* __restrict__ key_rope,
                    unsigned char* __restrict__ layer, const int* __restrict__ page_table, const int* __restrict__ query_starts,
                    const int* __restrict__ context_lens, const int* __restrict__ slots, int num_rows, int max_pages,
                    int page_size, int row_heads, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,
-                   int head_norm, float eps) {
+                   int head_norm, int ropes_by_token, float eps) {
     const int token = blockIdx.x, row = row_of_token(token, query_starts, num_rows), slot = slots[row];
     if (slot < 0) return;
     const HeadStore store{q_norm, k_norm, query_rope, key_rope, layer, page_table, max_pages, page_size,
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const int position = context_lens[row] + token - query_starts[row];
     const int place = head < num_heads ? head : head + row_heads - store.all_heads();
     Act* const source = qkv + ((long long)(token) * row_heads + place) * head_dim + lane * 8;
-    store(source, head, lane, present, slot, position);
+    store(source, head, lane, present, slot, position, ropes_by_token ? token : position);
 }
 
 constexpr int kWideThreads = 64;

@@ -73,7 +73,7 @@ __device__ __forceinline__ float quantise(float (&x)[8]) {
     return scale;
 }
 
-// Where heads are read and written, the same for all of a launch. query_rope, key_rope [positions, rotary_dim]; layer: start
+// Where heads are read and written, the same for all of a launch. query_rope, key_rope [turns, rotary_dim]; layer: start
 // of the layer's pages; page_table [max_slots, max_pages]. rotary_dim 0: no rotation.
 struct HeadStore {
     const float *q_norm, *k_norm, *query_rope, *key_rope;
@@ -86,9 +86,10 @@ struct HeadStore {
     // Lanes of a group.
     __device__ __forceinline__ int lanes() const { return head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32; }
 
-    // source: the lane's numbers of the head, read if `present`. All lanes of the warp call it.
-    __device__ __forceinline__ void operator()(Act* source, int head, int lane, bool present, int slot,
-                                               int position) const {
+    // source: the lane's numbers of the head, read if `present`; turn: the token's row of the ropes. All lanes of the warp
+    // call it.
+    __device__ __forceinline__ void operator()(Act* source, int head, int lane, bool present, int slot, int position,
+                                               int turn) const {
         const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
         float x[8] = {};
         if (present) load8(source, x);
@@ -108,7 +109,7 @@ struct HeadStore {
 #pragma unroll
             for (int j = 0; j < 8; ++j) rotated[j] = x[j];
             const float* const rope = is_query ? query_rope : key_rope;
-            rotate_head(rotated, rope + (long long)(position) * rotary_dim, lane, lanes(), rotary_dim);
+            rotate_head(rotated, rope + (long long)(turn) * rotary_dim, lane, lanes(), rotary_dim);
 #pragma unroll
             for (int j = 0; j < 8; ++j) x[j] = is_value ? x[j] : rotated[j];
         }

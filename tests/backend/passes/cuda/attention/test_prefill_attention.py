@@ -25,7 +25,8 @@ REVERSE, RANDOM = EmulatedLauncher(order="reverse"), EmulatedLauncher(order="ran
 CHECKED = (EmulatedLauncher("check"), EmulatedLauncher("check", "reverse"), EmulatedLauncher("check", "random", seed=5))
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KV_DTYPES = tuple(TOLERANCE)
-SHAPES = [(dict(kernel.macros)["HEAD_DIM"], KV_DTYPES[dict(kernel.macros)["KV_DTYPE"]]) for kernel in kernels()]
+_MACROS = [dict(kernel.macros) for kernel in kernels()]
+SHAPES = [*dict.fromkeys((macros["HEAD_DIM"], KV_DTYPES[macros["KV_DTYPE"]]) for macros in _MACROS)]
 
 
 def run(
@@ -71,6 +72,25 @@ def test_groups_of_any_size_equal_float64(kv_dtype: str, group: int) -> None:
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_windows_read_no_token_before_them(kv_dtype: str, window: int) -> None:
     check(attention_of(64, kv_dtype, window=window), rows_of((0, 150), (208, 70), (129, 1), (5, 3)))
+
+
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), SHAPES)
+def test_tokens_of_pictures_see_them_whole(head_dim: int, kv_dtype: str) -> None:
+    for window in (0, 12):
+        attention = attention_of(head_dim, kv_dtype, kv_heads=2, page_size=32, window=window, sees_ahead=True)
+        check(attention, rows_of((0, 1), (35, 60), (0, 33), (70, 80)))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_pictures_lie_in_two_segments(kv_dtype: str) -> None:
+    """Their last tokens may be in a segment that no token before them reaches. No kernel of warpgroups sees ahead."""
+    attention = attention_of(64, kv_dtype, group=3, has_wgmma=True, sees_ahead=True)
+    step = prefill.widened(prepare(attention, rows_of((2035, 30), (0, 90))))
+    ends = step.visible_ends()
+    assert ends[12].item() == 2065
+    out = run(attention, step)
+    assert prefill.error_of(attention, step, out) <= TOLERANCE[kv_dtype]
+    assert torch.equal(run(attention, step, tiles=prefill.one_block_tiles(attention, step)), out)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)

@@ -63,8 +63,9 @@ def check_decode(launcher: Launcher, kv_dtype: str) -> None:
 
 
 def check_prefill(launcher: Launcher, kv_dtype: str) -> None:
-    for window, shapes in ((70, ((208, 70), (0, 75))), (0, ((2040, 20),))):
-        attention = prefill.attention_of(64, kv_dtype, group=2, window=window)
+    """With a warp's tokens, and a tile's, that end within a picture, before keys of another tile."""
+    for window, *shapes in ((70, (208, 70), (0, 75)), (0, (2040, 20)), (-1, (96, 60), (10, 90))):
+        attention = prefill.attention_of(64, kv_dtype, group=2, window=max(window, 0), sees_ahead=window < 0)
         step = prefill.prepare(attention, prefill.rows_of(*shapes))
         error = prefill.error_of(attention, step, prefill.run(attention, step, launcher))
         require_within("of a query", error, prefill.TOLERANCE[kv_dtype])
@@ -158,13 +159,10 @@ DECODE = (
     Bug("decode_attention.cu", "reduce_lanes(merged.sum, 32, Sum{})", "merged.sum"),
     Bug("decode_attention.cu", "__shfl_sync(kWholeWarp, own_factor, i)", "own_factor"),
     Bug("decode_attention.cu", "fmaf(own_factor, own.y, merged.sum)", "own_factor * own.y"),
-    Bug(
-        "decode_attention.cu",
-        "results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks)",
-        "results.merge_warps(work, 0, warp_rows, warp_peaks)",
-    ),
+    Bug("decode_attention.cu", "results.merge_warps(work, kMergeHeads, warp_rows, warp_peaks)",
+        "results.merge_warps(work, 0, warp_rows, warp_peaks)"),
     Bug(KV_STREAM, "i & 1", "0"),
-)
+)  # fmt: skip
 HEADS, KV_TILES = "decode_heads_mma.cuh", "decode_tiles.cuh"
 DECODE_Q8 = (
     Bug(HEADS, "-kRaised * reduce_lanes(sums[e / 2], 4, Sum{})", "-1024.0f * reduce_lanes(sums[e / 2], 4, Sum{})"),
@@ -177,13 +175,17 @@ DECODE_Q8 = (
 )
 PREFILL_SINKS = (Bug(SINKS, _SINK, "0.0f"), Bug(SINKS, _SINK, "ex2_approx(sink - peak)"))
 MMA, FP32 = "prefill_attention.cu", "prefill_attention_fp32.cu"
-_BEGIN = "max(0, tile.position(0) - step.window + 1)"
+_BEGIN, _LAST_SEEN = "max(0, tile.position(0) - step.window + 1)", "tile.last_seen(kQueryRows - 1) + 1"
 PREFILL = (
     Bug("prefill_masks.cuh", "column <= position - window", "column < position - window"),
     Bug("prefill_masks.cuh", "column <= position - window", "column <= position - window + 1"),
     Bug(MMA, "last > warp_first - step.window", "first > warp_first - step.window"),
     Bug(MMA, "first > warp_last - step.window", "last > warp_last - step.window"),
     Bug("prefill_segments.cuh", _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    Bug(MMA, "tile.last_seen(warp_row)", "step.window"),
+    Bug(MMA, "tile.last_seen(warp_row + kWarpRows - 1)", "warp_last"),
+    Bug("prefill_masks.cuh", "column > last", "column > position"),
+    Bug("prefill_segments.cuh", _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
     *PREFILL_SINKS,
 )
 SEGMENTS = (
@@ -225,6 +227,8 @@ PREFILL_FP32 = (
     Bug(FP32, "token <= positions[r] - step.window", "token < positions[r] - step.window"),
     Bug(FP32, "token <= positions[r] - step.window", "token <= positions[r] - step.window + 1"),
     Bug(FP32, _BEGIN, "max(0, tile.position(0) - step.window + 2)"),
+    Bug(FP32, "token > last_seen[r]", "token > positions[r]"),
+    Bug(FP32, _LAST_SEEN, "tile.position(kQueryRows - 1) + 1"),
     *PREFILL_SINKS,
 )
 GROUP = Bug(WEIGHTS, "scales[i][step * kStepInputs / GROUP]", "scales[i][0]")
@@ -302,16 +306,13 @@ ROW_PRODUCTS = (
     Bug("row_weights.cuh", "(has_bias ? product + to_float(bias[output]) : product) * scale", "product * scale"),
     Bug("row_products.cu", "y * norm[output]", "y"),
     Bug("row_products.cu", "reduce_lanes(y * y, kTileOutputs, Sum{})", "reduce_lanes(y * y, 8, Sum{})"),
-    Bug(
-        "row_products.cu",
-        "linear.finish(sum_of(sums, row, column + kHalf), factors[row], width + output)",
-        "linear.finish(sum_of(sums, row, column + kHalf), factors[0], width + output)",
-    ),
+    Bug("row_products.cu", "linear.finish(sum_of(sums, row, column + kHalf), factors[row], width + output)",
+        "linear.finish(sum_of(sums, row, column + kHalf), factors[0], width + output)"),
     Bug("row_products.cu", "width - kHalf", "width"),
     Bug("qkv_product.cu", "unsigned(head_dim / kTileOutputs - 1)", "unsigned(head_dim / kTileOutputs - 2)"),
     Bug("qkv_product.cu", "tickets + head", "tickets"),
     Bug("qkv_product.cu", "row_slots[row] >= 0 ? context_lens[row] : 0", "row_slots[row] >= 0 ? context_lens[0] : 0"),
-)
+)  # fmt: skip
 NORMS = (
     Bug("norms.cu", "weights[i][j]", "weights[0][j]"),
     Bug("norms.cu", "biases[i][j]", "biases[0][j]"),

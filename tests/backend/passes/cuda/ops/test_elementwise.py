@@ -141,7 +141,9 @@ def test_heads_and_pages_of_all_sizes_are_stored(head_dim: int, page_size: int, 
 
 @pytest.mark.parametrize("rotary_dim", [16, 48, 128])
 def test_rope_can_rotate_a_part_of_a_head(rotary_dim: int) -> None:
-    check_store(LAUNCHERS["fast"], StoreCase(HeadShape(3, 3, 128), "fp32", 16, rotary_dim), torch.float32, norms=True)
+    for has_axes in (False, True):
+        case = StoreCase(HeadShape(3, 3, 128), "fp32", 16, rotary_dim, has_axes)
+        check_store(LAUNCHERS["fast"], case, torch.float32, norms=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -60,7 +60,8 @@ def test_a_wide_output_is_cut_into_larger_tiles() -> None:
 
 @pytest.mark.parametrize("kv_dtype", KV_MACRO)
 def test_heads_are_stored_with_the_bits_of_separate_kernels(kv_dtype: str) -> None:
-    check_store(FAST, small_case(kv_dtype))
+    for ropes_by_token in (False, True):
+        check_store(FAST, replace(small_case(kv_dtype), ropes_by_token=ropes_by_token))
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:

@@ -155,7 +155,9 @@ def test_adapters_drafts_and_positions_arrive_beside_their_tokens() -> None:
     assert buffers.logit_rows.slots[:8].tolist() == [4, 2, 5, 2, 2, 2, 5, -1]
     assert buffers.logit_rows.context_lens[:7].tolist() == [9, 6, 2, 3, 4, 5, 1]
     assert buffers.logit_adapters[:8].tolist() == [2, -1, 0, -1, -1, -1, 0, -1]
-    positions = buffers.uplink.block[buffers._places["ids"].start + 8 :][: 3 * 8].view(8, 3)
+    sent = buffers.step(batch, 1, None).rope_positions
+    assert sent is not None
+    positions = sent.view(8, 3)
     assert positions.tolist() == [[place] * 3 for place in (9, 3, 4, 5, 6, 0, 1, 2)]
     given = np.arange(24, dtype=np.int32).reshape(8, 3)
     buffers.load(replace(batch, rope_positions=given), 0, [])
