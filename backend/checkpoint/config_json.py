@@ -27,12 +27,12 @@ from penstock.backend.checkpoint.config.architectures.names import (
 )
 from penstock.backend.checkpoint.config.decoder_config import DecoderConfig, PositionScale, RopeConfig, TensorNames
 from penstock.backend.checkpoint.config.rope_scaling import RopeSettings, compute_rope
-from penstock.backend.checkpoint.config.tensors import MTP_FC
+from penstock.backend.checkpoint.config.tensors import MTP_FC, MTP_LAYER
 from penstock.backend.checkpoint.files.json_file import convert, read_json_object, shorten
 from penstock.backend.checkpoint.files.layout import CONFIG_FILE
-from penstock.backend.checkpoint.formats.declared import parse_stored_formats
+from penstock.backend.checkpoint.formats.declared import parse_stored_formats, read_stored_formats
 from penstock.backend.checkpoint.formats.quant_method import declared_method
-from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size, may_have_tensor
+from penstock.backend.checkpoint.tensor_files.opening import fit_vocab_size, stored_names
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.shm.messages import MAX_CONTEXT_TOKENS
@@ -62,8 +62,19 @@ def read_decoder_config(
         config = parse_decoder_config(values, max_context_tokens)
     except StartupError as error:
         raise StartupError(f"{path}: {error}") from None
-    has_mtp = with_mtp and config.has_mtp and may_have_tensor(model_dir, MTP_FC)
+    has_mtp = with_mtp and config.has_mtp and _may_have_head(model_dir)
     return replace(config, vocab_size=fit_vocab_size(model_dir, config.vocab_size), has_mtp=has_mtp)
+
+
+def _may_have_head(model_dir: Path) -> bool:
+    """Whether the weights, if there are any, have a head as config.json declares it. Quantisers often copy a head as it
+    is, and do not say so."""
+    names, formats, linear = stored_names(model_dir), read_stored_formats(model_dir), f"{MTP_LAYER}self_attn.o_proj."
+    if names is None:
+        return True
+    parts = {name for name in names if name.startswith(linear)}
+    is_plain = parts == {f"{linear}weight"} and formats.marker is None
+    return MTP_FC in names and not (is_plain and formats.of(f"{linear}weight") is not None)
 
 
 def parse_decoder_config(values: dict[str, Any], max_context_tokens: int | None = None) -> DecoderConfig:

@@ -37,6 +37,7 @@ logger = logging.getLogger("penstock.backend")
 
 _MAGIC = b"PNSTKH01"
 _HEADER = struct.Struct("<8s32s32sQQ")  # magic, key, secret, bytes of a page, places
+_LOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, first byte, bytes, pid
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _SAVES_PER_STEP, _SAVED_BYTES = 16, 8_000_000
@@ -49,7 +50,8 @@ _WITHDRAWN = bytes(16)
 
 
 class HandOverMemory:
-    """The memory of one server's backend and its successors. One of them writes: the one that holds the lock."""
+    """The memory of one server's backend and its successors. One of them writes, and holds the lock of byte 0. Those
+    that follow share that of byte 1: until they have ended, nobody else begins to write."""
 
     states: HandOverMemory | None = None
     """That of the checkpoints, in the memory of the pages."""
@@ -59,7 +61,7 @@ class HandOverMemory:
         with another key does, is_usable is false. num_pages are those that this backend may leave."""
         self.first_place = first_place
         self._shared_fd = fd
-        # Another description of the file, for its lock: one of the process would end when any of its fds is closed.
+        # Another description of the file, for its locks: those of the process end when any of its fds is closed.
         self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._key = key
         self.page_bytes = page_bytes
@@ -75,28 +77,34 @@ class HandOverMemory:
             self.begin()
             self.is_usable = True
             return
-        header = os.pread(self._fd, _HEADER.size, 0)
+        header = os.pread(self._fd, _HEADER.size, 0) if self._lock(fcntl.F_RDLCK, 1, 1) else b""
         if len(header) == _HEADER.size:
             magic, known, secret, known_bytes, num_places = _HEADER.unpack(header)
             if (magic, known, known_bytes) == (_MAGIC, key, page_bytes):
                 self.secret, self.follows, self.is_usable = secret, True, True
                 self._map(num_places)
+                return
+        self._lock(fcntl.F_UNLCK, 1, 1)
 
     def takes_over(self) -> bool:
-        """Whether no other process uses the memory; then this one does."""
+        """Whether no other process uses the memory; then this one does, alone until `begin`."""
+        return self._lock(fcntl.F_WRLCK, 0, 2)
+
+    def _lock(self, kind: int, first: int, count: int) -> bool:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, first, count, 0))
+        except (BlockingIOError, PermissionError):
             return False
         return True
 
     def begin(self) -> None:
-        """Begin to be the writer, without pages. No page of this memory is in use."""
+        """Begin to be the writer, without pages. No page of this memory is in use, and no other process maps it."""
         self.follows = False
         self._sums.clear()
         os.ftruncate(self._fd, 0)  # frees it
         self._map(self._num_pages)
         _HEADER.pack_into(self._mapping, 0, _MAGIC, self._key, self.secret, self.page_bytes, self.num_places)
+        self._lock(fcntl.F_UNLCK, 1, 1)
 
     def _map(self, num_places: int) -> None:
         """Map that many places. Memory is allocated when they are written."""
@@ -188,7 +196,6 @@ class HandOver(HostOffload):
             logger.info("no pages are left to the next backend: there is no memory for them")
             return
         self._to_leave = hashes
-        self._memory.begin()
         self._is_leaving, self._find = True, find
         self._num_host_pages = self._memory.num_places
         first = self._memory.first_place

@@ -24,6 +24,7 @@ UNCHECKED = {  # entry → finding; found in all modes
     "some_threads_meet_at_two_places": r"divergent barrier",
     "turn_not_passed_on": r"deadlock: 128 threads wait for others that never come",
     "registers_not_fenced": r"wgmma at .* without a wgmma.fence since the last wait",
+    "too_many_registers": r"setmaxnreg: the block's threads have 65536 registers in all, of 64512",
     "product_never_awaited": r"wgmma not awaited",
     "part_of_a_warpgroup_multiplies": r"deadlock",
     "rows_not_at_1024": r"8 rows that do not begin at a multiple of 1024",
@@ -45,7 +46,8 @@ MATRIX = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)).bfloat
 
 
 def launch(entry: str, mode: Mode, order: Order, *, bug: bool) -> torch.Tensor:
-    kernel = Kernel("planted_hopper_bugs.cu", entry, (("BUG", int(bug)),), NUM_THREADS, SHARED_BYTES, needs_wgmma=True)
+    num_threads = 3 * NUM_THREADS if entry == "too_many_registers" else NUM_THREADS
+    kernel = Kernel("planted_hopper_bugs.cu", entry, (("BUG", int(bug)),), num_threads, SHARED_BYTES, needs_wgmma=True)
     out = torch.zeros(NUM_THREADS)
     launcher = EmulatedLauncher(mode, order, seed=3, kernels_dir=HERE)
     launcher.launch(kernel, (1, 1, 1), TensorMap(MATRIX.view(torch.uint8).view(-1), 64, BOX_ROWS), out)

@@ -109,9 +109,9 @@ class Command:
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # any thread may have started one
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process or one of its threads has ended
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):  # any thread may have started one
             found += map(int, children.read_text().split())
     return [pid for child in found for pid in (child, *descendants(child))]
 

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import argparse
 import sys
+from glob import escape, glob
 from pathlib import Path
 
 from penstock.tools.gpu import items
@@ -56,6 +57,8 @@ def main(argv: list[str]) -> int:
         return 0
     if options.ab is not None and not (options.ab / "penstock").is_dir():
         parser.error(f"--ab is {options.ab}, which is no checkout")
+    if options.checkpoint and not glob(f"{escape(options.checkpoint)}*"):
+        parser.error(f"--checkpoint is {options.checkpoint}; no file's name begins so")
     seconds = 2 * items.wall_seconds(chosen) + 30 if options.seconds is None else options.seconds
     if not 10 <= seconds <= 86_400:
         parser.error(f"--seconds is {seconds:g}; it must be from 10 to 86,400")

@@ -101,7 +101,7 @@ _CORRECTNESS = {
     "prefill": (("prefill",), 20),
     "settings": (("choices",), 10),
     "heads": (("encoder", "delta_net", "wide"), 15),
-    "rows": (("rows",), 12),
+    "rows": (("rows", "adapters"), 12),
     "quantised": (("quantised", "rounded"), 40),
     "experts": (("experts",), 25),
     "sampling": (("sampling",), 15),
@@ -136,8 +136,8 @@ def _kernel_items() -> Iterator[Item]:
     for rows, tokens, window in ((128, 128, None), (32, 512, None), (2, 8192, None), (2, 8192, 64)):
         name = f"attention.encoder.{rows}x{short(tokens)}{'' if window is None else '.local'}"
         yield item(name, "encoder", rows, tokens, window)
-    for weight in ("qkv", "o", "gate_up", "down"):
-        for rows in (1, 2, 4, 8, 16, 32):
+    for weight in ("qkv", "o", "gate_up", "down", "lm_head"):
+        for rows in (1, 4) if weight == "lm_head" else (1, 2, 4, 8, 16, 32):
             yield item(f"product.bf16.{weight}.{rows}", "fused", weight, rows)
     for form in ("int8", "fp8", "int4", "mxfp4", "q4_1", "q4_k", "fp8-128"):
         for rows in (1, 8, 16, 32, 64, 128, 256):

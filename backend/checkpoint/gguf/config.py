@@ -24,8 +24,10 @@ _WIDE_EXPERTS = (*_EXPERTS, "expert_feed_forward_length")
 _SHARED_EXPERT = "expert_shared_feed_forward_length"
 _RECURRENT = "attention.recurrent_layers"
 _MTP_LAYERS = "nextn_predict_layers"
-"""Layers after the last, which predict further tokens. The first is read if it has these tensors, and no embedding."""
+"""Layers after the last, which predict further tokens. The first is read if it has all of the first tensors below, and
+none of the others."""
 _MTP_TENSORS = ("nextn.eh_proj", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm", "attn_norm", "attn_q")
+_OWN_OF_MTP = ("nextn.embed_tokens", "nextn.shared_head_head")
 _DELTA_SIZES = {
     "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size",
@@ -252,8 +254,8 @@ def make_config(
 
 
 def _has_mtp(tensors: Mapping[str, GgufTensor], layer: str) -> bool:
-    needed = {f"{layer}{name}.weight" for name in _MTP_TENSORS}
-    return needed <= tensors.keys() and f"{layer}nextn.embed_tokens.weight" not in tensors
+    needed, own = ({f"{layer}{name}.weight" for name in names} for names in (_MTP_TENSORS, _OWN_OF_MTP))
+    return needed <= tensors.keys() and own.isdisjoint(tensors)
 
 
 def _sizes(metadata: Metadata, heads: int, head_dim: int | None, own: Mapping[str, Any]) -> dict[str, Any]:

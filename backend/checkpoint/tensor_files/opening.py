@@ -146,10 +146,17 @@ def fit_vocab_size(model_dir: Path, vocab_size: int, names: Collection[str] = _N
     return max(vocab_size, min(rows, 0 if counts is None else counts.with_added))
 
 
-def may_have_tensor(model_dir: Path, name: str) -> bool:
-    """Whether weights in safetensors have this tensor; True if there are none."""
-    is_there = any((model_dir / each).exists() for each in weight_files(model_dir))
-    return not is_there or count_rows(model_dir, (name,)) is not None
+def stored_names(model_dir: Path) -> Collection[str] | None:
+    """The names of the tensors in safetensors; None if there are no weights in such files. Raises StartupError."""
+    names, index = weight_files(model_dir), model_dir / INDEX_FILE
+    paths = [path for name in names if (path := model_dir / name).exists()]
+    if paths and len(names) > 1 and index.exists():
+        return read_index(index).keys()
+    found = set[str]()
+    for path in paths:
+        with closing(SafetensorsFile(path)) as file:
+            found |= file.tensors.keys()
+    return found if paths else None
 
 
 def count_rows(model_dir: Path, tensors: Collection[str]) -> int | None:

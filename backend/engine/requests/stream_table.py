@@ -186,20 +186,17 @@ class StreamTable:
         stream = choice.stream
         if choice.finish is not Finish.NONE:
             self._count(choice.num_bytes - ResumableChoice(stream, choice.open_as).num_bytes)
-            if all(other.finish is not Finish.NONE for other in stream.choices.values()):
-                self._count(-sum(map(len, stream.pixels.values())))
-                stream.pixels.clear()
-            self._renew(stream)
-            self._evict(self._max_bytes, self._max_streams)
-            return
         for number in [number for number, other in stream.choices.items() if other is choice]:
-            before = stream.num_bytes
-            del stream.choices[number]
-            self._count(stream.num_bytes - before)
+            if choice.finish is Finish.NONE:
+                self._count(-stream.choices.pop(number).num_bytes)
+        if all(other.finish is not Finish.NONE for other in stream.choices.values()):
+            self._count(-sum(map(len, stream.pixels.values())))
+            stream.pixels.clear()
         if not stream.choices:
             self._forget(stream)
-        else:
-            self._renew(stream)
+            return
+        self._renew(stream)
+        self._evict(self._max_bytes, self._max_streams)
 
     def _renew(self, stream: ResumableStream) -> None:
         """Begin the stream's time, unless somebody reads it."""

@@ -169,9 +169,10 @@ class DraftModel:
         """Take the rows' new tokens. Return the rows that go on."""
         if output.logprobs is None:
             return []
-        live = []
-        for row, token, logprob in zip(rows, output.token_ids.tolist(), output.logprobs.chosen.tolist(), strict=True):
-            if not (0 <= token < vocab_size and logprob >= self._min_logprob):
+        live, reported = [], output.logprobs  # without rows that have no token
+        logprobs = dict(zip(reported.rows.tolist(), reported.chosen.tolist(), strict=True))
+        for place, (row, token) in enumerate(zip(rows, output.token_ids.tolist(), strict=True)):
+            if not (0 <= token < vocab_size and logprobs[place] >= self._min_logprob):
                 continue
             row.guessed.append(token)
             if len(row.guessed) < row.ask.max_guessed and token not in row.ask.stop_ids:

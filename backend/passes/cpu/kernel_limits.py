@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.backend.passes.ops.layer_groups import LayerGroups, layer_groups, one_group
@@ -35,6 +36,11 @@ def unsupported_by_kernels(config: DecoderConfig) -> str | None:
 
 def supports_native_ops(config: DecoderConfig) -> bool:
     return unsupported_by_kernels(config) is None
+
+
+def with_usable_head(config: DecoderConfig) -> DecoderConfig:
+    """Without a head that predicts further tokens if the model runs on torch, which cannot use it."""
+    return config if supports_native_ops(config) else replace(config, has_mtp=False)
 
 
 def cpu_groups(config: DecoderConfig, options: PassOptions) -> LayerGroups:

@@ -13,7 +13,12 @@ from penstock.backend.checkpoint.quantization.modes import check_sizes, find_cpu
 from penstock.backend.dtypes import Dtype
 from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions, PassSpec, ScoredTokens, StepBatch, TokenLogprobs
-from penstock.backend.passes.cpu.kernel_limits import cpu_groups, supports_native_ops, unsupported_by_kernels
+from penstock.backend.passes.cpu.kernel_limits import (
+    cpu_groups,
+    supports_native_ops,
+    unsupported_by_kernels,
+    with_usable_head,
+)
 from penstock.backend.passes.cpu.library.thread_counts import SPIN_S, num_usable_cores
 from penstock.backend.passes.cpu.native_ops import NativeOps
 from penstock.backend.passes.cpu.native_sampling import NativeSampler
@@ -123,6 +128,7 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
 
         check_cpu_path(options.cpu_path)
         config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=options.guesses_tokens)
+        config = with_usable_head(config)
         quantization = find_cpu_quantization(options.quantize)
         if quantization is not None:
             check_sizes(quantization, config)
@@ -139,7 +145,7 @@ class CpuDecoderPass(LoadsAdapters, HostSampling):
         from penstock.backend.checkpoint.tensor_files.lora_adapter import open_adapters, turns_heads
 
         has_kernels = options.guesses_tokens and load_kernels(options.cpu_path) is not None
-        config = read_decoder_config(model_dir, options.max_context_tokens, with_mtp=has_kernels)
+        config = with_usable_head(read_decoder_config(model_dir, options.max_context_tokens, with_mtp=has_kernels))
         is_turned = turns_heads(model_dir)
         quantization, formats = find_cpu_quantization(options.quantize), read_stored_formats(model_dir)
         groups = cpu_groups(config, options)

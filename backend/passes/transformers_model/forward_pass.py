@@ -78,6 +78,7 @@ class TransformersPass(HostSampling):
 
     def create_checkpoints(self, num_checkpoints: int) -> None:
         """They are the states behind those of slots."""
+        self._states = SlotStates({}, 0, self._device)  # frees the ones before: there is memory for one of both
         self._states = SlotStates(self._facts.state_shapes, self._max_running + num_checkpoints, self._device)
 
     @torch.inference_mode()

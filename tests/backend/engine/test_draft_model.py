@@ -137,6 +137,22 @@ def test_tokens_that_only_the_target_knows_do_not_reach_the_draft_model() -> Non
     assert model.guess([asked], 2 * VOCAB_SIZE).tokens == [[5] * 5]
 
 
+def test_text_without_a_finite_guess_ends_no_other_texts_guesses(caplog: pytest.LogCaptureFixture) -> None:
+    class Overflowing(OftenRight):
+        def forward(self, batch: StepBatch) -> NDArray[np.float32]:
+            logits = super().forward(batch)
+            logits[1:] = np.nan
+            return logits
+
+    bench = Bench(drafting=Eager(), draft_pass=Overflowing(VOCAB_SIZE, 4))
+    for request_id, prompt in enumerate(([3, 5], [8, 6, 11])):
+        bench.submit(prompt, 40, request_id=request_id)
+    bench.run_dry()
+    assert bench.board.accepted_tokens > 10
+    assert not [line for line in caplog.messages if "failed" in line]
+    bench.close()
+
+
 def test_draft_model_that_is_never_certain_is_seldom_asked() -> None:
     draft_pass = OftenRight(VOCAB_SIZE, 4)
     bench = Bench(drafting=_quick(0.001), draft_pass=draft_pass, min_chance=2.0)

@@ -40,3 +40,19 @@ def test_pixels_that_are_kept_count_as_bytes_of_streams() -> None:
     bench.run()
     assert bench.received(0).finishes == [Finish.LENGTH]
     bench.close()
+
+
+def test_pixels_are_dropped_when_the_last_choice_that_runs_is_cancelled() -> None:
+    bench = PictureBench()
+    for choice, num_tokens in ((0, 2), (1, 40)):
+        linger = Linger(LINGER.stream, 30, choice=choice)
+        bench.ask([1, picture(12), 2 + choice], max_tokens=num_tokens, request_id=choice, linger=linger)
+    while not bench.received(0).finishes:
+        bench.turn()
+        bench.tower.finish()
+    assert bench.board.lingering_bytes > 64 * 12
+    bench.link.arrivals.append(Cancellation(1, 1))
+    bench.turn()
+    assert bench.board.lingering_bytes < 64 * 12 + 1024
+    bench.requests.streams.check_integrity()
+    bench.close()

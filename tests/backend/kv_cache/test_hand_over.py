@@ -93,6 +93,23 @@ def test_successor_finds_pages_as_they_are_saved_and_leaves_its_own_later(fd: in
     assert (third.memory.secret, third.found()) == (old.memory.secret, [1, 2, 3])
 
 
+def test_third_backend_does_not_take_the_memory_that_an_idle_successor_reads(fd: int) -> None:
+    old, new = Backend(fd), Backend(fd)
+    old.leave(HASHES[:3])
+    old.step()
+    assert new.found() == [1, 2, 3]
+    old.end()
+    third = Backend(fd, num_pages=1)  # no step of the second has ended since
+    assert (third.found(), new.found()) == ([1, 2, 3], [1, 2, 3])
+    new.step()
+    assert new.found() == [1, 2, 3]
+    new.end()
+    third.step()
+    third.leave(HASHES[4:5])
+    third.step()
+    assert Backend(fd).found() == [5]
+
+
 def test_place_is_written_once_because_the_successor_may_be_reading_it(fd: int) -> None:
     old = Backend(fd, num_pages=2)
     old.leave(HASHES[:2])

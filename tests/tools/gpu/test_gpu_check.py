@@ -19,6 +19,7 @@ from penstock.tools.gpu.clocks import Sample
 from penstock.tools.gpu.items import UnknownName
 from penstock.tools.gpu.report import write_report
 from penstock.tools.gpu.results import BEGUN, DONE, DeviceGone, Finding, ItemOutcome, read_outcomes
+from penstock.tools.gpu.runner import Run, run_all
 from tests.tools.gpu.device_context import Record
 
 PACKAGE = Path(penstock.tools.gpu.__file__).parent
@@ -192,10 +193,15 @@ def test_options_out_of_range_are_refused(tmp_path: Path, capsys: pytest.Capture
         (["--first", "compile,nothing"], "--first: nothing is no name"),
         (["--seconds", "5"], "--seconds is 5"),
         (["--ab", str(tmp_path)], f"--ab is {tmp_path}, which is no checkout"),
+        (["--checkpoint", str(tmp_path / "part.")], "no file's name begins so"),
     ):
         with pytest.raises(SystemExit):
             main([*argv, "--out", str(tmp_path)])
         assert message in capsys.readouterr().err
+
+
+def test_run_without_time_for_any_item_fails(tmp_path: Path) -> None:
+    assert run_all(Run(tmp_path, 1.0, items.choose(["environment"]))) == 1
 
 
 def test_list_has_the_names_and_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Compares the greedy tokens of a trained checkpoint on the GPU with plain torch's on the CPU.
 
-A GGUF file, which may have come in parts (`split -b 60M FILE FILE.`): they are joined in the order of their names.
+A GGUF file, which may have come in parts (`split -b 55M FILE FILE.`): they are joined in the order of their names.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from penstock.backend.passes.cuda.device.cupy_launcher import CupyLauncher
 from penstock.backend.passes.cuda.device.launcher import Kernel, KernelFailed, group_by_module
 from penstock.process.cache_directory import CUBINS_VARIABLE
 from penstock.tools.gpu.cases import ptx_wrappers as wrappers
-from penstock.tools.gpu.cases.attention.catalogue import choice_kernels
+from penstock.tools.gpu.cases.attention.catalogue import unlisted_kernels
 from penstock.tools.gpu.items import Item
 from penstock.tools.gpu.results import Results
 
@@ -41,7 +41,7 @@ def run(results: Results, item: Item) -> None:
 def all_kernels() -> list[Kernel]:
     """The kernels of the passes and of the checks."""
     of_checks = (wrappers.wrapper_kernel("multiply", half=half) for half in (0, 1))
-    return list(dict.fromkeys([*kernel_manifest.kernels(), *choice_kernels(), *of_checks]))
+    return list(dict.fromkeys([*kernel_manifest.kernels(), *unlisted_kernels(), *of_checks]))
 
 
 def compile_for(

@@ -7,21 +7,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import torch
+
+from penstock.backend.checkpoint.config.decoder_config import Experts
 from penstock.backend.passes.cuda.device.device import Device
 from penstock.backend.passes.cuda.device.launcher import Launcher
 from penstock.tools.gpu.cases.attention.catalogue import choice_checks
 from penstock.tools.gpu.cases.catalogue import wgmma_checks, wide_checks
 from penstock.tools.gpu.cases.check import Check
 from penstock.tools.gpu.cases.products import quantized, rounded
+from penstock.tools.gpu.cases.products.experts import ExpertsCase, check_experts
 from penstock.tools.gpu.devices import device_context, mirror_launcher
 from penstock.tools.gpu.items import Item
 from penstock.tools.gpu.results import Results
 
 _LIBRARY_SHAPES = ((2064, 4096, 300), (4096, 1096, 2048))
 """Outputs, inputs and rows."""
+_GROUPED = ExpertsCase(Experts(16, 4, 384, normalises=True), 2048, 300, torch.bfloat16, grouped_rows=300)
 
 
 def run(results: Results, item: Item) -> None:
@@ -61,12 +67,20 @@ def _run_family(results: Results, launcher: Launcher, family: str, checks: list[
     results.check(f"correctness.{family}", num_run > 0 and num_passed == num_run, detail, worst)
 
 
-def check_library(results: Results, device: Device, shapes: tuple[tuple[int, int, int], ...] = _LIBRARY_SHAPES) -> None:
-    """Check `torch._int_mm` and `torch._scaled_mm` with rounded rows, and 16-bit products with widened weights.
+def check_library(
+    results: Results,
+    device: Device,
+    shapes: tuple[tuple[int, int, int], ...] = _LIBRARY_SHAPES,
+    grouped: ExpertsCase = _GROUPED,
+) -> None:
+    """Check `torch._int_mm` and `torch._scaled_mm` with rounded rows, 16-bit products with widened weights, and grouped
+    products of experts.
 
     All tensors are on the device: the kernels' own checks leave torch on the CPU, where other code multiplies.
     """
     launcher, on_device = device.launcher, device.torch_device
+    check_grouped = partial(check_experts, launcher, replace(grouped, device=on_device))
+    results.agree("library.grouped", lambda: ("error of a row", check_grouped()))
     for (name, dtype), form in product(quantized.DTYPES.items(), quantized.FORMS):
         widened = quantized.LinearCase(form, 72, 256, 65, dtype, has_bias=True, scale=2.0)
         checks = [("widened", partial(quantized.check_widened, launcher, widened, on_device))]

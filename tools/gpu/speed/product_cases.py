@@ -64,6 +64,7 @@ def fused(sizes: KernelSizes, context: DeviceContext, weight: str, rows: int) ->
     begun, gated = products.weigh(residual, norm, hidden), out[:, : sizes.intermediate].contiguous()
     multiply: dict[str, Callable[[CudaLinear], object]] = {
         "gate_up": lambda linear: products.gate(begun, linear, gated),
+        "lm_head": lambda linear: products.multiply(x, linear, out),
         "qkv": lambda linear: products.store(begun, linear, out, cache, slots[:, None], step, rope, None, None),
     }
     add = multiply.get(weight, lambda linear: products.add(x, linear, residual, norm, hidden))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def test_head_of_a_file_is_that_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that lacks a part of it, or has an embedding of its own, has none."""
+    """A file that lacks a part of it, or whose head has an embedding or output layer of its own, has none."""
     monkeypatch.setattr(cached_directories, "cache_directory", lambda: tmp_path / "cache")
     checkpoint = add_head(make_checkpoint("qwen3.5", tmp_path / "checkpoint", vocab_size=320))
     model, tensors = load_oracle(checkpoint), load_file(checkpoint / "model.safetensors")
@@ -47,8 +47,10 @@ def test_head_of_a_file_is_that_of_its_checkpoint(tmp_path: Path, monkeypatch: p
         assert torch.allclose(getattr(layers[0], name), getattr(layers[1], name) + 1), name
     prompt = np.random.default_rng(0).integers(0, 256, 30).tolist()
     assert relative_error(last_logits(model_dir, prompt), last_logits(checkpoint, prompt)) < 1e-4
-    file.tensors["blk.3.nextn.embed_tokens.weight"] = file.tensors["token_embd.weight"]
-    other_dir = resolve_model(str(file.write(tmp_path / "other.gguf")))
-    del file.tensors["blk.3.nextn.embed_tokens.weight"], file.tensors["blk.3.nextn.hnorm.weight"]
-    for directory in (other_dir, resolve_model(str(file.write(tmp_path / "third.gguf")))):
+    for index, own in enumerate(("embed_tokens", "shared_head_head")):
+        file.tensors[f"blk.3.nextn.{own}.weight"] = file.tensors["token_embd.weight"]
+        directory = resolve_model(str(file.write(tmp_path / f"{index}.gguf")))
         assert not read_decoder_config(directory, with_mtp=True).has_mtp
+        del file.tensors[f"blk.3.nextn.{own}.weight"]
+    del file.tensors["blk.3.nextn.hnorm.weight"]
+    assert not read_decoder_config(resolve_model(str(file.write(tmp_path / "third.gguf"))), with_mtp=True).has_mtp

@@ -314,7 +314,7 @@ def test_whole_steps_have_no_races_and_stay_in_bounds(dtype: str, kv_dtype: str,
     driver.decode(2)
     assert [len(generated(row)) for row in rows] == [3, 3]
     assert generated(rows[1]) == greedy_choices("qwen3", rows[1]) or dtype == "bf16"
-    prefill = "prefill_attention_fp32" if kv_dtype == "fp32" else "prefill_attention"
+    prefill = "prefill_attention_fp32" if kv_dtype == "fp32" else "prefill_attention_wgmma"
     of_one_token = set() if deterministic else {"plan_decode", "decode_attention"}
     if dtype == "bf16" and not deterministic:
         of_one_token |= {"weigh_rows", "multiply_and_add", "multiply_and_gate", "multiply_and_store", "multiply_rows"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -197,3 +198,29 @@ def test_head_counts_in_the_plan_and_files_without_it_are_served(tmp_path: Path)
     loaded.close()
     (model_dir / "model.safetensors").unlink()  # before a hub's file is downloaded
     assert CpuDecoderPass.describe(model_dir, OPTIONS).guesses_tokens
+
+
+def test_model_that_runs_on_torch_is_served_without_its_head(tmp_path: Path) -> None:
+    model_dir = add_head(make_checkpoint("qwen3.5", tmp_path, linear_value_head_dim=24))
+    loaded = CpuDecoderPass.load(model_dir, OPTIONS)
+    assert loaded.spec == CpuDecoderPass.describe(model_dir, OPTIONS)
+    loaded.create_cache(4, PAGE, "fp32")
+    batch = _step([5, 6, 7], 0, is_last=True)
+    assert len(loaded.sample(loaded.forward(batch), batch).wait().token_ids) == 1
+    assert loaded.make_guesser() is None
+    loaded.close()
+
+
+@pytest.mark.parametrize("method", [{"quant_method": "awq", "group_size": 32}, {"quant_method": "fp8"}])
+def test_plain_head_of_a_quantised_file_that_does_not_declare_it_is_not_read(
+    tmp_path: Path, method: dict[str, Any]
+) -> None:
+    model_dir = add_head(make_checkpoint("qwen3.5", tmp_path))
+    config = json.loads((model_dir / "config.json").read_text())
+    for skipped, has_head in ((["model", "lm_head"], False), (["model", "lm_head", "mtp"], True)):
+        settings = {"quantization_config": method | {"modules_to_not_convert": skipped}}
+        (model_dir / "config.json").write_text(json.dumps(config | settings))
+        loaded = CpuDecoderPass.load(model_dir, OPTIONS)
+        assert CpuDecoderPass.describe(model_dir, OPTIONS).guesses_tokens is has_head
+        assert loaded.spec.guesses_tokens in (has_head, False)  # False without native kernels
+        loaded.close()

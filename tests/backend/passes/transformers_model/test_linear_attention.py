@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.backend.errors import StartupError
 from penstock.backend.forward_pass import PassOptions
 from penstock.backend.passes.transformers_model import linear_attention
 from penstock.backend.passes.transformers_model.forward_pass import TransformersPass
+from penstock.backend.passes.transformers_model.linear_attention import SlotStates
 from penstock.tools.forward_pass_contract import test_contract
 from penstock.tools.forward_pass_contract.steps import MAX_RUNNING, NUM_CHECKPOINTS, NUM_PAGES, StepRunner
 from tests.backend.harness import Bench
@@ -69,8 +71,20 @@ def test_slots_keep_the_states_that_the_contract_asks_for(test: Any) -> None:
     test(StepRunner(forward_pass))
 
 
-def test_states_take_the_bytes_that_the_spec_says() -> None:
-    forward_pass = load(3)
+def test_states_take_the_bytes_that_the_spec_says_also_while_checkpoints_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward_pass, makes = load(3), SlotStates.__init__
+    before = weakref.ref(next(iter(forward_pass._states.layers.values()))[1])
+    found: list[object] = []
+
+    def make(states: SlotStates, shapes: Any, *sizes: Any) -> None:
+        found.extend([before()] if shapes else [])
+        makes(states, shapes, *sizes)
+
+    monkeypatch.setattr(SlotStates, "__init__", make)
+    forward_pass.create_checkpoints(0)
+    assert found == [None]
     states = [state for layer in forward_pass._states.layers.values() for state in layer]
     assert sum(state.numel() * state.itemsize for state in states) == 3 * forward_pass.spec.state_bytes_per_sequence
     conv, recurrent = 2 * 2 * 16 + 4 * 8, 4 * 16 * 8

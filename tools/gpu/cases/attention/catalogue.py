@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from penstock.tools.gpu.cases.check import Check, check_of, require_same_bits, r
 from penstock.tools.gpu.cases.elementwise import DTYPES, StoreCase
 
 _GROUPS = (1, 2, 4, 7, 8, 16)
+_OTHER_HEAD_DIMS = (24, 72)
+"""Of encoders, whose kernels no manifest lists."""
 _PAGE_SIZES_TOKENS = (16, 32, 64)
 # Carve-outs last: kernels that differ in this alone are one function of the driver, which keeps the last setting.
 _OF_DECODE = ("page_size_tokens", "ring_tiles", "chunk_tokens", "chunk_levels", "carveout_percent")
@@ -77,7 +80,7 @@ def small_checks(shared_bytes: int) -> Iterator[Check]:
         yield _decode(shared_bytes, kv_dtype, 64, 3, 16, (1, 40, 300))
         yield _prefill(kv_dtype, 64, 3, 16, ((70, 1), (0, 20), (60, 9)))
     for dtype, name in ENCODER_DTYPES.items():
-        local = EncoderCase(32, dtype, (9, 70), window=20, has_bias=True)
+        local = EncoderCase(24, dtype, (9, 70), window=20, has_bias=True)  # three chunks a row, and one of zeros
         yield check_of("encoder", f"small.{name}", encoder.check_attention, case=local)
     yield _decode(shared_bytes, "bf16", 256, 1, 32, (30,), window=20)
     yield _prefill("bf16", 80, 1, 32, ((64, 20),), window=20)
@@ -127,8 +130,10 @@ def choice_checks(shared_bytes: int = decode.H200_SHARED_BYTES) -> Iterator[Chec
             yield replace(check, family="choices", name=f"{name}.{kv_dtype}")
 
 
-def choice_kernels() -> Iterator[Kernel]:
-    """Yield the instantiations of `choice_checks`, for devices with SM_SHARED_BYTES."""
+def unlisted_kernels() -> Iterator[Kernel]:
+    """Yield the instantiations of `choice_checks`, for devices with SM_SHARED_BYTES, and encoders' other ones."""
+    for head_dim, dtype in product(_OTHER_HEAD_DIMS, ENCODER_DTYPES):
+        yield EncoderCase(head_dim, dtype).attention.kernel
     for settings in DECODE_CHOICES.values():
         for shared_bytes in SM_SHARED_BYTES:
             yield from decode.attention_of(128, shared_bytes=shared_bytes, choices=settings).kernels()
@@ -140,7 +145,7 @@ def choice_kernels() -> Iterator[Kernel]:
 def encoder_checks() -> Iterator[Check]:
     """Yield the wide checks of encoders' attention."""
     for dtype, name in ENCODER_DTYPES.items():
-        for head_dim in (*PUBLISHED_HEAD_DIMS, 24, 72):
+        for head_dim in (*PUBLISHED_HEAD_DIMS, *_OTHER_HEAD_DIMS):
             plain = EncoderCase(head_dim, dtype, (1, 17, 128, 129, 600))
             local = EncoderCase(head_dim, dtype, (63, 64, 65, 300), window=head_dim)
             biased = EncoderCase(head_dim, dtype, (1, 40, 200), has_bias=True)

@@ -38,6 +38,8 @@ def small_checks() -> Iterator[Check]:
         yield check_of("quantised", f"small.{form}", quantized.check_linear, case=case)
     for check in row_products.CHECKS:
         yield check_of("rows", f"small.{check.__name__}", check, case=row_products.CASES["small"])
+    claimed = row_products.RowCase(1288, 24, 1)
+    yield check_of("rows", "small.claims", row_products.check_claims, case=claimed)
     for form in rounded.FORMS:
         yield check_of("rounded", f"small.{form}", rounded.check_rounding, form=form, dtype=_BF16, inputs=200)
     case = LinearCase("int8", 48, 200, 260, _BF16, has_bias=True)
@@ -62,8 +64,6 @@ def _experts() -> Iterator[Check]:
         gpt_oss = Experts(8, 4, 736, normalises=True, biased=True, clamped_gate=ClampedGate(1.702, 7.0))
         clamped = ExpertsCase(gpt_oss, 1440, 60, dtype)
         yield check_of("experts", f"clamped.{name}", experts.check_experts, case=clamped)
-    grouped = ExpertsCase(Experts(128, 8, 256, normalises=True), 2048, 200, _BF16, grouped_rows=200)
-    yield check_of("experts", "grouped", experts.check_experts, case=grouped)
     for count, per_token in ((1, 1), (60, 4), (128, 8), (513, 3)):
         yield check_of("experts", f"routes.{count}", experts.check_routes, num_experts=count, per_token=per_token)
     yield check_of("experts", "groups", experts.check_large_groups, num_tokens=20_000)

@@ -22,6 +22,7 @@ from penstock.tools.gpu.cases.check import require, require_close, require_same_
 from penstock.tools.gpu.cases.elementwise import check_close, make, poisoned
 from penstock.tools.gpu.cases.products.stored_forms import STORED_FORMS
 
+CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of the experts' sum in a row, relative to its largest number; they round twice in the dtype."""
 
@@ -38,6 +39,8 @@ class ExpertsCase:
     stored: str | None = None
     """One of STORED_FORMS; None for weights in dtype."""
     grouped_rows: int = 0
+    device: torch.device = CPU
+    """Of all tensors."""
 
     def weights(self) -> ExpertWeights:
         return _random_weights(self.experts, self.hidden, self.dtype, self.stored)
@@ -46,21 +49,23 @@ class ExpertsCase:
         return torch.randn(self.num_tokens, self.hidden, generator=torch.Generator().manual_seed(1)).to(self.dtype)
 
     def ops(self, launcher: Launcher) -> CudaExpertOps:
-        activate = make(launcher, self.dtype, hidden=self.hidden).silu_mul
-        device = torch.device("cpu")
+        elementwise, device = make(launcher, self.dtype, hidden=self.hidden), self.device
         # In blocks because the router's product comes from a library.
         matmul = WholeMatmul(grouped_rows=self.grouped_rows) if self.grouped_rows else BlockedMatmul()
         quantized = QuantizedProducts(launcher, device, self.dtype, self.num_tokens, matmul)
-        return CudaExpertOps(
-            launcher, device, self.hidden, self.experts, self.dtype, self.num_tokens, matmul, quantized, activate
-        )
+        ops = CudaExpertOps(
+            launcher, device, self.hidden, self.experts, self.dtype, self.num_tokens, matmul, quantized,
+            elementwise.silu_mul,
+        )  # fmt: skip
+        launcher.prepare([*ops.kernels, *(kernel for kernel in elementwise.kernels if kernel.entry == "silu_mul")])
+        return ops
 
     def run(self, launcher: Launcher, x: Tensor) -> Tensor:
         """Return the sum that the experts add to rows of zeros, [T, hidden] fp32."""
         ops = self.ops(launcher)
-        residual = torch.zeros(len(x), self.hidden)
-        ops.add(x, ops.pack(self.weights(), self.scale), Residual(residual))
-        return residual
+        residual = torch.zeros(len(x), self.hidden, device=self.device)
+        ops.add(x.to(self.device), ops.pack(self.weights(), self.scale), Residual(residual))
+        return residual.cpu()
 
     def expected(self, x: Tensor) -> Tensor:
         """Like `run`, in float64."""
