@@ -107,7 +107,7 @@ class BackendOptions:
 
     lora_modules: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, show_default=False)] = ()
     """LoRA adapters of the model, NAME=DIR each, in the layout of the peft library. A request names one as its model.
-    All are loaded at start, and requests of all run in the same steps. On the CPU only."""
+    All are loaded at start, and requests of all run in the same steps."""
 
     lora_dir: Path | None = None
     """Directory of LoRA adapters that an administrator may load and unload while the server runs, with POST

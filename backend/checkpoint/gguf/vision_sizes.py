@@ -58,7 +58,7 @@ def gemma4_vision(metadata: Metadata, tensors: Mapping[str, GgufTensor], vision:
     most = vision["image_size"] // vision["patch_size"]
     if head_dim < 1 or not 2 <= kernel <= most:
         raise StartupError(
-            f"clip.vision.projector.scale_factor is {kernel}, from 2 to {most}; heads have {head_dim} numbers, from 1 on"
+            f"clip.vision.projector.scale_factor is {kernel}, from 2 to {most}; heads have {head_dim} numbers"
         )
     return {
         "head_dim": head_dim,

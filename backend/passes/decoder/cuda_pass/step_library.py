@@ -13,4 +13,4 @@ def open_step_library() -> CDLL:
     try:
         return open_build(STEP_BUILD, (STEP_BUILD,))
     except LibraryUnavailableError as error:
-        raise StartupError(f"the GPU pass cannot pack its steps: {error}, or penstock compile-kernels") from error
+        raise StartupError(f"the GPU pass cannot pack its steps: {error}; or run penstock compile-kernels") from error
