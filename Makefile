@@ -17,9 +17,9 @@ NODE := $(CLIENTS)/javascript
 serve: $(PRODUCT)
 	$(BIN)/penstock serve $(ARGS)
 
-# Three workers on two cores: many tests wait for processes. tests/conftest.py orders the files.
+# Four workers on two cores: many tests wait for processes. tests/conftest.py orders the files.
 test: check
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def test_run_reports_the_kernels_that_were_compiled_and_emulated(tmp_path: Path)
         f"{COMPILES}[sm_90a-copies-]",
     )
     lines = run_pytest("-o", f"cache_dir={tmp_path}", *tests)
-    assert "compiled, now or before: 3 cases, 3 kernels for sm_80, sm_90a" in lines
+    assert "compiled, now or before: 4 cases, 4 kernels for sm_80, sm_90a" in lines
     assert 'emulated: 9 cases, 2 kernels; launches: 6 in the mode "check", 3 in the mode "fast"' in lines
 
 

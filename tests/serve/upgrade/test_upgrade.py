@@ -89,12 +89,10 @@ def make_hybrid(model_dir: Path) -> str:
     return str(make_checkpoint("qwen3.5", model_dir, vocab_size=len(vocabulary) + 64))
 
 
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["pages", "pages and states"])
-def test_new_backend_finds_the_pages_of_running_streams(
-    start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, *, is_hybrid: bool
+def test_new_backend_finds_the_pages_and_states_of_running_streams(
+    start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    hybrid = tmp_path_factory.mktemp("hybrid")
-    model = ("--model", make_hybrid(hybrid), "--served-model-name", "penstock-demo") if is_hybrid else ()
+    model = ("--model", make_hybrid(tmp_path_factory.mktemp("hybrid")), "--served-model-name", "penstock-demo")
     serve = start(*model, "--forward-pass", "decoder", "--gpu", "none", "--kv-budget", "40MB", "--page-size", "16")
     serve.wait_until_ready()
     requests = bodies(400)

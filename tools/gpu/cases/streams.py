@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Argument, Launcher, int32
 from penstock.backend.passes.cuda.ops.side_ops import stream_kernel
-from penstock.tools.gpu.cases.check import Check, check_of, require
+from penstock.tools.gpu.cases.check import Check, check_of, require, require_close
 from penstock.tools.gpu.cases.elementwise import DTYPES, check_close, ints
 
 COUNT, EPS = 4, 1e-5
@@ -55,7 +55,8 @@ def check_streams(launcher: Launcher, dtype: torch.dtype, hidden: int) -> float:
         launch("add_to_streams", num_rows, added, *given)
         of_rows[:, 1:] += added[:num_rows, None]
         expected[chosen] = of_rows
-        error = max(error, check_close("the streams", rows, expected, torch.float32))
+        # What the device's tanh and roots round is multiplied by the factors of two layers.
+        error = max(error, require_close("the streams", rows, expected, 3e-5, 3e-6))
         taken = torch.empty(num_rows, hidden, dtype=dtype)
         mean = of_rows[:, 0]
         for stream in range(1, COUNT):
