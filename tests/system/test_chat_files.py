@@ -25,6 +25,14 @@ PASTE = """(text) => {
   clipboardData.setData("text/plain", text);
   document.getElementById("input").dispatchEvent(new ClipboardEvent("paste", { clipboardData, cancelable: true }));
 }"""
+KEPT_FILES = """() => new Promise((found) => {
+  const opening = indexedDB.open("penstock");
+  opening.onsuccess = () => {
+    const drafts = opening.result.transaction("drafts").objectStore("drafts").getAll();
+    drafts.onsuccess = () => found(drafts.result.some((draft) => draft.files.length === 3));
+    opening.result.close();
+  };
+})"""
 PAPER = "\n\nFile paper.pdf:\n```\nOf lists\n\nAnd of sets\n```"
 
 
@@ -67,6 +75,7 @@ def test_file_goes_with_the_message_and_presets_keep_settings(page: Page, tmp_pa
     expect(page.locator("#files li")).to_have_count(2)
     page.fill("#input", "Sum up")
     page.evaluate(PASTE, "long " * 1000)
+    page.wait_for_function(KEPT_FILES)  # a page that ends may lose what it has not yet written
     page.reload()
     expect(page.locator("#files li")).to_have_count(3)
     expect(page.locator("#input")).to_have_value("Sum up")
