@@ -172,7 +172,7 @@ def _text_model(values: dict[str, Any], architecture: str, part: TextPart) -> tu
 
 
 def _has_mtp(config: HfConfig, family: Family) -> bool:
-    """Of several such layers the first is read."""
+    """Whether the checkpoint has a head that predicts further tokens. Of several, the first is read."""
     given = family.mtp_layers if config.mtp_num_hidden_layers is None else config.mtp_num_hidden_layers
     return family.mtp_layers is not None and bool(given) and not config.mtp_use_dedicated_embeddings
 

@@ -55,7 +55,7 @@ class ICheckpointsStates(Protocol):
 
 
 class IGuesser(Protocol):
-    """What a draft model calls of `IBatchedForwardPass`."""
+    """The part of `IBatchedForwardPass` that a draft model uses."""
 
     @property
     def spec(self) -> PassSpec: ...

@@ -80,7 +80,8 @@ class HandOverMemory:
         header = os.pread(self._fd, _HEADER.size, 0) if self._lock(fcntl.F_RDLCK, 1, 1) else b""
         if len(header) == _HEADER.size:
             magic, known, secret, known_bytes, num_places = _HEADER.unpack(header)
-            if (magic, known, known_bytes) == (_MAGIC, key, page_bytes):
+            is_whole = os.fstat(self._fd).st_size == self._rows_end(num_places) + num_places * self._place_bytes
+            if (magic, known, known_bytes) == (_MAGIC, key, page_bytes) and is_whole:
                 self.secret, self.follows, self.is_usable = secret, True, True
                 self._map(num_places)
                 return
@@ -108,7 +109,7 @@ class HandOverMemory:
 
     def _map(self, num_places: int) -> None:
         """Map that many places. Memory is allocated when they are written."""
-        rows_end = -(-(_HEADER_BYTES + num_places * ROW_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        rows_end = self._rows_end(num_places)
         num_bytes = rows_end + num_places * self._place_bytes
         if not self.follows:
             os.ftruncate(self._fd, num_bytes)
@@ -117,6 +118,14 @@ class HandOverMemory:
         memory = np.frombuffer(self._mapping, np.uint8, num_places * self._place_bytes, rows_end)
         self._places = memory.reshape(num_places, self._place_bytes)
         self.num_places = num_places
+
+    @staticmethod
+    def _rows_end(num_places: int) -> int:
+        return -(-(_HEADER_BYTES + num_places * ROW_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Give the locks back, before anything is handed over."""
+        os.close(self._fd)
 
     def follow(self, place: int) -> PersistedPage | None:
         """Return what the other backend has left at this place; None if it is nothing yet."""
@@ -257,12 +266,14 @@ def open_hand_over(
     kinds = fingerprint, plan.kv_dtype, page_bytes, plan.page_size_tokens, state_bytes
     key = bytes.fromhex(packing_fingerprint(model_dir, kinds))
     memory = HandOverMemory(fds[0], key, page_bytes, plan.num_pages)
-    if not memory.is_usable:
-        return None
+    memories = [memory]
     if state_bytes:
         memory.states = HandOverMemory(fds[1], key, state_bytes, plan.num_checkpoints, FIRST_STATE_PLACE)
-        if not memory.states.is_usable:
-            return None
+        memories.append(memory.states)
+    if not all(each.is_usable for each in memories):
+        for each in memories:
+            each.close()
+        return None
     use_secret(memory.secret)
     forward_pass.persist_pages(memory)
     return memory

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.backend.structured_output.compile_grammar import CompiledGrammar
 from penstock.backend.structured_output.compile_pool import CompilerFailed, ICompilePool
+from penstock.backend.structured_output.compiler_process import TokenizerUnusable
 from penstock.backend.structured_output.grammar_costs import BadGrammar, GrammarMemory, GrammarMemoryFull, Growth
 from penstock.process.admission import is_over_share
 from penstock.process.native_libraries import LibraryError, guarded
@@ -100,7 +101,10 @@ class GrammarCache:
             raise CompilerFailed(str(error))
         if isinstance(error, BadGrammar):
             outcome: CompiledGrammar | BadGrammar = BadGrammar(str(error))  # the traceback would keep objects alive
-        elif error is not None:  # a bad tokenizer, or a bug in the library: fails these requests only
+        elif isinstance(error, TokenizerUnusable):
+            logger.error("no grammar can be compiled for this model: %s", error)
+            outcome = BadGrammar("no grammar can be compiled for this model's tokenizer")
+        elif error is not None:  # a bug in the library: fails these requests only
             logger.error("a grammar could not be compiled", exc_info=error)
             outcome = BadGrammar("this grammar cannot be compiled for this model's tokenizer")
         else:

@@ -49,8 +49,8 @@ class ChaosOptions:
 
     start: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """Options of `penstock serve`, in one argument: the server is started, and its processes are killed, stopped and
-    restarted, and its backends upgraded, too. Default, without --url: two workers, and the fake pass with steps of
-    4 ms."""
+    restarted, and its backends upgraded, too. Pages count as growth when they are first written: give a small
+    --kv-budget. Default, without --url: two workers, and the fake pass with steps of 4 ms."""
 
     minutes: Annotated[float, Parameter(validator=Number(gt=0, lte=1440))] = 1.0
     """How long it lasts, besides the start and the last checks."""

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from penstock.backend.checkpoint.gguf.metadata import Metadata
 
 _FRAMES = 2
-"""That a patch of Qwen has; files have a tensor for each."""
+"""Frames of a patch of Qwen; files have a tensor for each."""
 _WINDOW_PIXELS = 112
-"""Of Qwen2.5-VL. Files do not say it."""
+"""Side of a window of Qwen2.5-VL, which files do not contain."""
 _LEAST_TOKENS, _MOST_TOKENS = {"qwen3_vl": 64}, 16384
-"""Of a picture of Qwen, as in the hub's files; 4 of other types."""
+"""Limits of a picture of Qwen, as in the hub's files. Types that are not named have at least 4 tokens."""
 
 
 def qwen_vision(
@@ -73,7 +73,7 @@ def gemma4_vision(metadata: Metadata, tensors: Mapping[str, GgufTensor], vision:
 
 
 def _shape(tensors: Mapping[str, GgufTensor], name: str) -> tuple[int, ...]:
-    """Of at least two dimensions."""
+    """Return the shape, which has at least two dimensions. Raises StartupError."""
     if name not in tensors or len(tensors[name].shape) < 2:
         raise StartupError(f"tensor {name} is missing, or a vector")
     return tensors[name].shape

@@ -125,7 +125,7 @@ class PictureDesk:
 
 
 def _find_pixels(sequence: Sequence, key: PictureKey) -> tuple[Subscriber, Encoding]:
-    """Of the first of its requests, which have all the same pictures."""
+    """Return the first of the sequence's requests, all of which have the same pictures, and what to encode."""
     subscriber = next(iter(sequence.subscribers))
     picture = next(picture for picture in subscriber.pictures if picture.digest == key[1])
     if subscriber.read_pixels is None:

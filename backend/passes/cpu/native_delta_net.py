@@ -1,5 +1,5 @@
-"""What keeps a state for each slot, by our own C++ kernels: layers with a gated delta rule (kernels/rows/delta_net.h),
-and the head that predicts the token after the next one (kernels/rows/mtp.h)."""
+"""Our C++ kernels for parts of a model that keep a state for each slot: layers with a gated delta rule
+(kernels/rows/delta_net.h), and the head that predicts the token after the next one (kernels/rows/mtp.h)."""
 
 from __future__ import annotations
 

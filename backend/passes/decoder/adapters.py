@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ class _ReadAdapter:
     of_linears: list[Any]
 
 
-class LoadsAdapters:
+class LoadsAdapters(ABC):
     """The pass sets these attributes before it uses a method."""
 
     _config: DecoderConfig
@@ -31,8 +32,9 @@ class LoadsAdapters:
     _of_linears: LinearAdapters | None
     """None if no adapter ever comes."""
 
+    @abstractmethod
     def _num_bytes(self, adapter: PeftAdapter) -> int:
-        raise NotImplementedError
+        """Memory of the adapter."""
 
     def adapter_bytes(self, directory: Path) -> int:
         with self._open_adapter(directory) as adapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator
 
@@ -138,6 +139,15 @@ def test_backend_with_another_key_takes_no_part_while_the_first_lives(fd: int) -
     old.end()
     again = Backend(fd, key=bytes(31) + b"x")
     assert (again.memory.is_usable, again.memory.follows) == (True, False)
+
+
+def test_memory_that_is_cut_is_not_mapped_and_that_of_a_backend_that_leaves_nothing_is_given_back(fd: int) -> None:
+    first = Backend(fd)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    assert not Backend(fd).memory.is_usable
+    first.memory.close()
+    other = Backend(fd, key=bytes(31) + b"x").memory
+    assert (other.is_usable, other.follows) == (True, False)
 
 
 def test_nothing_is_left_without_memory_for_it(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

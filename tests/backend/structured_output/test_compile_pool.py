@@ -123,3 +123,16 @@ def test_unusable_tokenizer_is_told_apart_from_a_bad_grammar(tmp_path: Path) -> 
     path.write_text("{}")
     with pytest.raises(TokenizerUnusable):
         CompilerProcess(path, VOCAB_SIZE, (EOS,), CompileLimits())
+
+
+def test_model_without_an_end_token_compiles_no_grammar_and_says_so_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = CompilePool(TOKENIZER_JSON, VOCAB_SIZE, (), CompileLimits())
+    compiler = GrammarCache(pool)
+    failed = compiler.compile(DIGITS)
+    wait([failed], timeout=60)
+    pool.close()
+    with pytest.raises(BadGrammar, match="no grammar can be compiled for this model's tokenizer"):
+        compiler.take_result(DIGITS, failed)
+    assert [record.exc_info for record in caplog.records] == [None]

@@ -38,7 +38,7 @@ ABI = 23
 STEP_BUILD = KernelBuild(
     "step", (f"-DPS_ABI={ABI}",), Path(__file__).parents[2] / "cuda/kernels/step/pack_step.cpp"
 )  # fmt: skip
-"""What the host does for a step on a GPU, for any CPU."""
+"""The code by which any CPU packs a step for a GPU."""
 
 _UNTIL_END_OF_INPUT = 'exec 3<&0; { read -r _ <&3; kill 0; } & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
 """Runs a command, and ends its process group when the input's other end closes."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS, LoraWeights
 from penstock.backend.passes.cuda.device.launcher import ACT_MACRO, Kernel, Launcher, int32
 from penstock.backend.passes.ops.interface import Linear
+
+if TYPE_CHECKING:
+    from penstock.backend.checkpoint.config.decoder_config import DecoderConfig
+    from penstock.backend.checkpoint.tensor_files.lora_adapter import PeftAdapter
 
 MAX_PARTS = 4
 MAX_RANKS = MAX_PARTS * 512
@@ -45,6 +50,13 @@ def _kernels(act: int) -> tuple[Kernel, Kernel, Kernel]:
 def scratch_bytes(max_tokens: int, num_linears: int) -> int:
     """Memory of the sums by rank, and of where the adapters of linears are."""
     return 4 * max_tokens * MAX_RANKS + 8 * num_linears * MAX_ADAPTERS
+
+
+def adapter_bytes(adapter: PeftAdapter, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Upper bound of an adapter's memory: numbers, headers, and what fills up small linears or joins gates."""
+    gates = 0 if config.delta_net is None else 4 * config.delta_net.num_value_heads * dtype.itemsize
+    of_layer = len(ADAPTED_FIELDS) * 1024 + (64 + gates) * adapter.rank
+    return adapter.num_values * dtype.itemsize + config.num_layers * of_layer
 
 
 @dataclass(eq=False, slots=True)

@@ -24,7 +24,7 @@ from penstock.backend.passes.cuda.attention.prefill_attention import WGMMA_CAPAB
 from penstock.backend.passes.cuda.device.device import annotate_faults, explain_fault, first_line
 from penstock.backend.passes.cuda.device.launcher import KernelFailed
 from penstock.backend.passes.cuda.device.link_probe import LinkSpeed, measure_link
-from penstock.backend.passes.cuda.memory import page_moves
+from penstock.backend.passes.cuda.memory import lora, page_moves
 from penstock.backend.passes.cuda.memory.page_moves import HostPool, PageMoves, StateCopies, TokenCosts, open_pool
 from penstock.backend.passes.cuda.memory.private_weights import PrivateMemory
 from penstock.backend.passes.cuda.ops.cuda_ops import upload_rows
@@ -39,7 +39,6 @@ from penstock.backend.passes.decoder.cuda_pass.model_parts import make_full_layo
 from penstock.backend.passes.decoder.cuda_pass.step_library import open_step_library
 from penstock.backend.passes.decoder.cuda_pass.workspace_plan import (
     StepSizes,
-    adapter_bytes,
     attention_by_window,
     captured_sizes_of,
     choose_matmul,
@@ -286,7 +285,7 @@ class CudaDecoderPass(LoadsAdapters):
         return self._ops.last_normed(num_rows, is_scored=self._sampling.is_scored)
 
     def _num_bytes(self, adapter: PeftAdapter) -> int:
-        return adapter_bytes(adapter, self._config, self._dtype)
+        return lora.adapter_bytes(adapter, self._config, self._dtype)
 
     @torch.inference_mode()
     def put_adapter(self, index: int, adapter: Any) -> None:

@@ -118,11 +118,6 @@ class PassSettings(NamedTuple):
     turns_heads: bool = False
 
 
-def adapter_bytes(adapter: PeftAdapter, config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Upper bound of an adapter's memory: its numbers, and headers and what fills up small linears."""
-    return adapter.num_values * dtype.itemsize + config.num_layers * (len(ADAPTED_FIELDS) * 1024 + 64 * adapter.rank)
-
-
 def step_sizes(
     config: DecoderConfig, options: PassOptions, dtype: torch.dtype, adapters: Sequence[PeftAdapter] = ()
 ) -> StepSizes:
@@ -132,7 +127,7 @@ def step_sizes(
         choices = replace(choices, chunk_levels=0)
     max_verified = MAX_VERIFIED if config.delta_net is None else 0  # a state does not go back
     largest = options.max_running, options.max_batch_tokens, longest
-    num_bytes = options.adapter_budget_bytes + sum(adapter_bytes(adapter, config, dtype) for adapter in adapters)
+    num_bytes = options.adapter_budget_bytes + sum(lora.adapter_bytes(adapter, config, dtype) for adapter in adapters)
     return StepSizes(*largest, options.deterministic, choices, options.splits_layers, max_verified, num_bytes)
 
 
@@ -184,7 +179,7 @@ def plan_spec(
         ResultBuffers.num_bytes(sizes.max_rows, sizes.max_tokens, sizes.max_verified),
         4 * mask_ints(config, sizes),
         lora.scratch_bytes(sizes.max_tokens, num_linears) if sizes.adapter_bytes else 0,
-        sum(adapter_bytes(each, config, dtype) - each.num_values * dtype.itemsize for each in adapters),
+        sum(lora.adapter_bytes(each, config, dtype) - each.num_values * dtype.itemsize for each in adapters),
         4 * sizes.max_context_tokens * sum(rope.rotary_dim for rope in config.ropes),
         *(each.workspace_bytes for each in attention.values()),
         LIBRARY_BYTES,

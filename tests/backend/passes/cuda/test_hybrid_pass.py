@@ -24,7 +24,7 @@ from tests.backend.passes.cuda.tiny_models import (
     prompts,
     run_prompts,
 )
-from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.driver import Driver, run_in_a_used_slot
 
 
 def make_deterministic(architecture: str) -> Driver:
@@ -44,15 +44,7 @@ def test_logits_are_the_same_bits_in_any_chunks_and_slots(architecture: str) -> 
     with torch.inference_mode():
         for part in driver.forward_pass._ops.delta_net.states:
             part.fill_(float("nan"))
-    first, *_ = rows = [driver.add(tokens) for tokens in (prompt, *others)]
-    driver.step([(first, 20), (rows[2], 3)])
-    driver.remove(first)
-    driver.step([(driver.add(others[1]), 9), (rows[1], 1)])
-    again = driver.add(prompt)
-    logits: dict[int, Any] = {}
-    for count in (1, 2, 7, 35):
-        logits = driver.step([(again, count), (rows[2], 1)])
-    np.testing.assert_array_equal(logits[again.slot], expected)
+    np.testing.assert_array_equal(run_in_a_used_slot(driver, prompt, others), expected)
     driver.forward_pass.device.require_same_graphs()
 
 

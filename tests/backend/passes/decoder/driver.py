@@ -204,6 +204,20 @@ def joined(entries: Sequence[TokenLogprobs]) -> TokenLogprobs:
     )
 
 
+def run_in_a_used_slot(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """The last logits of a prompt in chunks, beside others, in the slot of another sequence that had begun there, as
+    after a preemption. others: two prompts, of which the second has 30 tokens."""
+    first, *_ = rows = [driver.add(tokens) for tokens in (prompt, *others)]
+    driver.step([(first, 20), (rows[2], 3)])
+    driver.remove(first)
+    driver.step([(driver.add(others[1]), 9), (rows[1], 1)])
+    again = driver.add(prompt)
+    logits: dict[int, NDArray[np.float32]] = {}
+    for count in (1, 2, 7, 35):
+        logits = driver.step([(again, count), (rows[2], 1)])
+    return logits[again.slot]
+
+
 def run_past_window(driver: Driver, *, is_poisoned: bool) -> NDArray[np.float32]:
     """Logits of a sequence of 150 tokens and two more, as one row and as another with other chunks.
 

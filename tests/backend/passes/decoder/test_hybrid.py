@@ -22,7 +22,7 @@ from penstock.shm.messages import Sampling
 from tests.backend.engine.test_speculation import Foretold
 from tests.backend.harness import Bench, Received
 from tests.backend.passes.conftest import MakeOps, make_native_ops
-from tests.backend.passes.decoder.driver import Driver
+from tests.backend.passes.decoder.driver import Driver, run_in_a_used_slot
 from tests.backend.passes.decoder.test_decoder_pass import make_pass, oracle_logits, prompts, run_prompts
 from tests.checkpoints import make_checkpoint, make_config
 
@@ -53,15 +53,7 @@ def test_logits_are_the_same_bits_in_any_chunks_and_slots(
     driver = Driver(decoder, 32, 16, seed=3)
     for state in state_tensors(decoder):
         state.fill_(float("nan"))
-    first, *_ = rows = [driver.add(tokens) for tokens in (prompt, *others)]
-    driver.step([(first, 20), (rows[2], 3)])
-    driver.remove(first)
-    driver.step([(driver.add(others[1]), 9), (rows[1], 1)])
-    again = driver.add(prompt)
-    logits: dict[int, Any] = {}
-    for count in (1, 2, 7, 35):
-        logits = driver.step([(again, count), (rows[2], 1)])
-    np.testing.assert_array_equal(logits[again.slot], expected)
+    np.testing.assert_array_equal(run_in_a_used_slot(driver, prompt, others), expected)
 
 
 def test_states_have_the_announced_bytes_and_pages_only_layers_with_attention(make_usual_ops: MakeOps) -> None:

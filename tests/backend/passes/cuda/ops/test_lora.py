@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.backend.checkpoint.tensor_files.lora_weights import LoraWeights
-from penstock.backend.passes.cuda.memory.lora import CudaAdapters
+from penstock.backend.checkpoint.tensor_files.lora_weights import ADAPTED_FIELDS, LoraWeights
+from penstock.backend.passes.cuda.memory.lora import CudaAdapters, adapter_bytes
 from penstock.backend.passes.cuda.ops.matmul import CudaLinear
 from penstock.tools.gpu.cases.check import Mismatch
 from penstock.tools.gpu.cases.products.adapters import cases, check_adapters, check_company
@@ -30,6 +32,21 @@ def test_sums_agree_with_float64_and_depend_on_no_other_token(name: str) -> None
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("wide")])
 def test_sums_have_no_races_and_are_in_bounds(name: str, order: str) -> None:
     check_adapters(EmulatedLauncher("check", order, 3), CASES[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 7, 9, 12, 28, 36, 60])
+def test_joined_gates_of_a_delta_rule_take_no_more_than_announced(num_heads: int) -> None:
+    rank, inputs = 64, 32
+    parts = [
+        LoraWeights(place * num_heads, torch.ones(rank, inputs), torch.ones(num_heads, rank)) for place in range(2)
+    ]
+    adapters = CudaAdapters(EmulatedLauncher(), torch.device("cpu"), torch.float32, 1, 1)
+    weight = torch.empty(2 * num_heads, inputs)
+    prepared = adapters.prepare(CudaLinear(weight, weight.t(), None), parts)
+    config: Any = SimpleNamespace(num_layers=1, delta_net=SimpleNamespace(num_value_heads=num_heads))
+    read: Any = SimpleNamespace(rank=rank, num_values=2 * (rank * inputs + (num_heads + -num_heads % 16) * rank))
+    of_other_fields = 1024 * (len(ADAPTED_FIELDS) - 1)
+    assert len(prepared) <= adapter_bytes(read, config, torch.float32) - of_other_fields
 
 
 BUGS = tuple(
